@@ -1,0 +1,9 @@
+// Every operator of the CPU core, in one translation unit per variant.
+#pragma once
+#include <omp.h>
+#include "simd.h"
+#include "gemm.h"
+#include "head.h"
+#include "digest.h"
+#include "rows.h"
+#include "attention.h"

@@ -1,0 +1,116 @@
+"""Load the compiled CPU core (ctypes, no torch headers) and pick a variant of it.
+
+The shared library holds every operator three times: ``avx512``, ``avx2`` and ``portable``. All three
+have the same bits (``tests/kernels/cpu`` proves it), so the choice is speed only. ``make install``
+builds the library; without a C++ compiler the build is skipped and :func:`core` says what to do.
+
+    >>> core().name                                   # doctest: +SKIP
+    'avx512'
+"""
+
+import ctypes
+import functools
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch  # loads libgomp first, so that both share one thread pool
+
+from ..errors import CapabilityError, ContractError
+
+VARIANTS = ("avx512", "avx2", "portable")
+_NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}, "avx2": {"avx2", "fma"}}
+
+
+@dataclass(frozen=True, slots=True)
+class Core:
+    """One variant of the CPU core. ``core.call("gemm", ...)`` runs ``zm_<variant>_gemm``."""
+
+    name: str
+    library: ctypes.CDLL
+
+    def call(self, function: str, *arguments: Any) -> None:
+        """Call a core function; tensors become pointers, ints int64, floats fp32, None a null pointer."""
+        entry = _entry(self.library, f"zm_{self.name}_{function}")
+        entry(*[_convert(argument) for argument in arguments])
+
+
+def _convert(argument: Any) -> Any:
+    if isinstance(argument, torch.Tensor):
+        if not argument.is_contiguous() or argument.device.type != "cpu":
+            raise ContractError(
+                "the CPU core takes contiguous CPU tensors; call .contiguous() first "
+                f"(got {argument.device.type}, strides {argument.stride()})"
+            )
+        return ctypes.c_void_p(argument.data_ptr())
+    if argument is None:
+        return ctypes.c_void_p(None)
+    if isinstance(argument, bool | int):
+        return ctypes.c_int64(argument)
+    return ctypes.c_float(argument)
+
+
+@functools.cache
+def _entry(library: ctypes.CDLL, symbol: str) -> Callable[..., None]:
+    entry = getattr(library, symbol)
+    entry.restype = None
+    return entry
+
+
+def library_path() -> Path | None:
+    """Where the built core is, or None when it was not built."""
+    found = sorted(Path(__file__).resolve().parent.glob("_core*.so"))
+    return found[0] if found else None
+
+
+@functools.cache
+def library_digest() -> str:
+    """BLAKE2b of the built core: part of every CPU certificate."""
+    path = library_path()
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest() if path else "absent"
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """Instruction-set flags of this processor (Linux); empty where they cannot be read."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return frozenset()
+    line = next((entry for entry in text.splitlines() if entry.startswith("flags")), ":")
+    return frozenset(line.split(":", 1)[1].split())
+
+
+@functools.cache
+def available_variants() -> tuple[str, ...]:
+    """Variants this processor can run, fastest first."""
+    library = _library()
+    usable = []
+    for name in VARIANTS:
+        runs_here = _NEEDS.get(name, set()) <= cpu_flags()
+        if runs_here and hasattr(library, f"zm_{name}_gemm"):
+            usable.append(name)
+    return tuple(usable)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    path = library_path()
+    if path is None:
+        raise CapabilityError(
+            "the CPU core is not built: install a C++ compiler with OpenMP (for example "
+            "`apt-get install g++`), then run `make install` again; `zm doctor` shows the result"
+        )
+    return ctypes.CDLL(str(path))
+
+
+@functools.cache
+def core(variant: str | None = None) -> Core:
+    """The CPU core: the fastest variant for this processor, or the one named."""
+    usable = available_variants()
+    name = variant or usable[0]
+    if name not in usable:
+        raise CapabilityError(f"variant {name!r} does not run here; choose one of {', '.join(usable)}")
+    return Core(name, _library())
