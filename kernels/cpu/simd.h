@@ -53,6 +53,22 @@ static inline f32x16 load_bf16(const uint16_t* p) {
   __m256i h = _mm256_loadu_si256((const __m256i*)p);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
 }
+// Round to bf16 (nearest even, NaN to 0x7fc0), kept as fp32.
+static inline f32x16 round_bf16(f32x16 a) {
+  __m512i u = _mm512_castps_si512(a.v);
+  __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+  u = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  u = _mm512_and_si512(u, _mm512_set1_epi32((int)0xffff0000u));
+  __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  return {_mm512_castsi512_ps(_mm512_mask_blend_epi32(nan, u, _mm512_set1_epi32(0x7fc00000)))};
+}
+static inline void store_bf16(uint16_t* p, f32x16 a) {
+  __m512i u = _mm512_srli_epi32(_mm512_castps_si512(round_bf16(a).v), 16);
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(u));
+}
+static inline f32x16 sqrt(f32x16 a) { return {_mm512_sqrt_ps(a.v)}; }
+static inline mask16 less(f32x16 a, f32x16 b) { return _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ); }
+static inline bool any(mask16 m) { return m != 0; }
 
 #elif defined(ZM_AVX2)
 
@@ -96,6 +112,27 @@ static inline f32x16 load_bf16(const uint16_t* p) {
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h0), 16)),
           _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h1), 16))};
 }
+static inline __m256 round_bf16_8(__m256 a) {
+  __m256i u = _mm256_castps_si256(a);
+  __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+  u = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  u = _mm256_and_si256(u, _mm256_set1_epi32((int)0xffff0000u));
+  __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
+  return _mm256_blendv_ps(_mm256_castsi256_ps(u), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+}
+static inline f32x16 round_bf16(f32x16 x) { return {round_bf16_8(x.a), round_bf16_8(x.b)}; }
+static inline void store_bf16(uint16_t* p, f32x16 x) {
+  x = round_bf16(x);
+  __m256i a = _mm256_srli_epi32(_mm256_castps_si256(x.a), 16);
+  __m256i b = _mm256_srli_epi32(_mm256_castps_si256(x.b), 16);
+  __m256i ab = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+  _mm256_storeu_si256((__m256i*)p, ab);
+}
+static inline f32x16 sqrt(f32x16 x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_ps(x.b)}; }
+static inline mask16 less(f32x16 x, f32x16 y) {
+  return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)};
+}
+static inline bool any(mask16 m) { return (_mm256_movemask_ps(m.a) | _mm256_movemask_ps(m.b)) != 0; }
 
 #else
 
@@ -124,6 +161,23 @@ static inline mask16 lanes_in(int lo, int hi) {
 static inline f32x16 select(mask16 m, f32x16 yes, f32x16 no) { ZM_EACH(m.v[i] ? yes.v[i] : no.v[i]); }
 static inline float bf16_to_f32(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
 static inline f32x16 load_bf16(const uint16_t* p) { ZM_EACH(bf16_to_f32(p[i])); }
+static inline float round_bf16_1(float x) {
+  uint32_t u;
+  memcpy(&u, &x, 4);
+  u = x != x ? 0x7fc00000u : (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
+  memcpy(&x, &u, 4);
+  return x;
+}
+static inline f32x16 round_bf16(f32x16 a) { ZM_EACH(round_bf16_1(a.v[i])); }
+static inline void store_bf16(uint16_t* p, f32x16 a) {
+  a = round_bf16(a);
+  for (int i = 0; i < 16; i++) { uint32_t u; memcpy(&u, a.v + i, 4); p[i] = (uint16_t)(u >> 16); }
+}
+static inline f32x16 sqrt(f32x16 a) { ZM_EACH(std::sqrt(a.v[i])); }
+static inline mask16 less(f32x16 a, f32x16 b) {
+  mask16 m; for (int i = 0; i < 16; i++) m.v[i] = a.v[i] < b.v[i]; return m;
+}
+static inline bool any(mask16 m) { bool r = false; for (int i = 0; i < 16; i++) r |= m.v[i]; return r; }
 #undef ZM_EACH
 
 #endif

@@ -1,0 +1,2 @@
+// Placeholder replaced in minutes.
+#pragma once

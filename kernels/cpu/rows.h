@@ -1,0 +1,258 @@
+// Row operators: RMSNorm, rotary, silu and their backward passes, fp32 and bf16 storage.
+//
+// Every row is computed by one thread and reads nothing of its neighbours. Columns go through 16
+// lanes; a last chunk of fewer columns is padded with zeros and runs through the same lanes, so no
+// scalar tail exists. `T` is the storage type: float, or uint16_t holding bf16. Arithmetic is fp32;
+// `round_to<T>` marks each place where a value is rounded to storage.
+#pragma once
+#include "simd.h"
+
+namespace ZM_NAMESPACE {
+
+static inline f32x16 load_as(const float* p) { return load(p); }
+static inline f32x16 load_as(const uint16_t* p) { return load_bf16(p); }
+static inline void store_as(float* p, f32x16 v) { store(p, v); }
+static inline void store_as(uint16_t* p, f32x16 v) { store_bf16(p, v); }
+template <class T> static inline f32x16 round_to(f32x16 v);
+template <> inline f32x16 round_to<float>(f32x16 v) { return v; }
+template <> inline f32x16 round_to<uint16_t>(f32x16 v) { return round_bf16(v); }
+
+// The first n <= 16 elements; missing lanes are zero.
+template <class T> static inline f32x16 load_n(const T* p, int64_t n) {
+  if (n >= L) return load_as(p);
+  alignas(64) T t[L] = {};
+  memcpy(t, p, n * sizeof(T));
+  return load_as(t);
+}
+template <class T> static inline void store_n(T* p, f32x16 v, int64_t n) {
+  if (n >= L) return store_as(p, v);
+  alignas(64) T t[L];
+  store_as(t, v);
+  memcpy(p, t, n * sizeof(T));
+}
+
+// y = norm(x) or, with a residual, s = round(x + residual) and y = norm(s).
+template <class T>
+static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum, float* rstd,
+                         int64_t rows, int64_t cols, float eps, bool unit_offset, int threads) {
+#pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
+  for (int64_t t = 0; t < rows; t++) {
+    const T* v_row = x + t * cols;
+    f32x16 squares = splat(0.0f);
+    for (int64_t c = 0; c < cols; c += L) {
+      f32x16 v = load_n(v_row + c, cols - c);
+      if (residual) {
+        v = round_to<T>(add(v, load_n(residual + t * cols + c, cols - c)));
+        store_n(sum + t * cols + c, v, cols - c);
+      }
+      squares = fma(v, v, squares);
+    }
+    if (residual) v_row = sum + t * cols;
+    float r = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)cols + eps);
+    rstd[t] = r;
+    for (int64_t c = 0; c < cols; c += L) {
+      f32x16 v = mul(load_n(v_row + c, cols - c), splat(r));
+      f32x16 w = load_n(weight + c, cols - c);
+      v = unit_offset ? mul(v, add(splat(1.0f), w)) : mul(round_to<T>(v), w);
+      store_n(y + t * cols + c, v, cols - c);
+    }
+  }
+}
+
+// dx = r (g - x (sum(g x) r r / cols)), g = dy w; a residual's own gradient is added before rounding.
+template <class T>
+static void rmsnorm_dx_rows(const T* dy, const T* x, const T* weight, const float* rstd, const T* dsum,
+                            T* dx, int64_t rows, int64_t cols, bool unit_offset, int threads) {
+  f32x16 offset = splat(unit_offset ? 1.0f : 0.0f);
+#pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
+  for (int64_t t = 0; t < rows; t++) {
+    int64_t at = t * cols;
+    float r = rstd[t];
+    f32x16 dots = splat(0.0f);
+    for (int64_t c = 0; c < cols; c += L) {
+      f32x16 g = mul(load_n(dy + at + c, cols - c), add(offset, load_n(weight + c, cols - c)));
+      dots = fma(g, load_n(x + at + c, cols - c), dots);
+    }
+    f32x16 coefficient = splat(sum_lanes(dots) * r * r / (float)cols);
+    for (int64_t c = 0; c < cols; c += L) {
+      f32x16 g = mul(load_n(dy + at + c, cols - c), add(offset, load_n(weight + c, cols - c)));
+      f32x16 d = mul(splat(r), fnma(load_n(x + at + c, cols - c), coefficient, g));
+      if (dsum) d = add(load_n(dsum + at + c, cols - c), d);
+      store_n(dx + at + c, d, cols - c);
+    }
+  }
+}
+
+// dw: one FMA chain per column, rows ascending, continuing from what dw holds.
+template <class T>
+static void rmsnorm_dw_rows(const T* dy, const T* x, const float* rstd, float* dw, int64_t rows,
+                            int64_t cols, bool unit_offset, int threads) {
+  int64_t chunks = (cols + L - 1) / L;
+#pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
+  for (int64_t part = 0; part < threads; part++) {
+    int64_t first = chunks * part / threads * L, last = chunks * (part + 1) / threads * L;
+    for (int64_t t = 0; t < rows; t++) {
+      f32x16 r = splat(rstd[t]);
+      for (int64_t c = first; c < last; c += L) {
+        f32x16 v = mul(load_n(x + t * cols + c, cols - c), r);
+        if (!unit_offset) v = round_to<T>(v);
+        v = fma(load_n(dy + t * cols + c, cols - c), v, load_n(dw + c, cols - c));
+        store_n(dw + c, v, cols - c);
+      }
+    }
+  }
+}
+
+// Rotates the first `width` columns of every head: (a, b) -> (a cos - b sin, b cos + a sin).
+template <class T>
+static void rotary_rows(const T* x, const float* cos, const float* sin, T* y, int64_t rows,
+                        int64_t heads, int64_t dim, int64_t width, int threads) {
+  int64_t half = width / 2;
+#pragma omp parallel for num_threads(threads) if (rows * heads * dim > 32768)
+  for (int64_t t = 0; t < rows; t++) {
+    const float *cos_a = cos + t * width, *sin_a = sin + t * width;
+    const float *cos_b = cos_a + half, *sin_b = sin_a + half;
+    for (int64_t h = 0; h < heads; h++) {
+      const T* x_a = x + (t * heads + h) * dim;
+      T* y_a = y + (t * heads + h) * dim;
+      for (int64_t c = 0; c < half; c += L) {
+        int64_t n = half - c;
+        f32x16 a = load_n(x_a + c, n), b = load_n(x_a + half + c, n);
+        f32x16 to_a = sub(mul(a, load_n(cos_a + c, n)), mul(b, load_n(sin_a + c, n)));
+        f32x16 to_b = add(mul(b, load_n(cos_b + c, n)), mul(a, load_n(sin_b + c, n)));
+        store_n(y_a + c, to_a, n);
+        store_n(y_a + half + c, to_b, n);
+      }
+      memcpy(y_a + width, x_a + width, (dim - width) * sizeof(T));
+    }
+  }
+}
+
+// cos and sin in fp64 without FMA ("sincos64.v1"): reduction by pi/2 in three pieces (exact products
+// for angles below 2^20 quarter turns), then fdlibm's kernel polynomials. Plain + - * only, so the
+// same bits come from any IEEE machine.
+static inline void sincos64(double angle, double* cosine, double* sine) {
+  double n = std::nearbyint(angle * 6.36619772367581382433e-01);
+  double r = angle - n * 1.57079632673412561417e+00;
+  r = r - n * 6.07710050630396597660e-11;
+  r = r - n * 2.02226624871116645580e-21;
+  double z = r * r;
+  double s = 1.58969099521155010221e-10;
+  s = s * z + -2.50507602534068634195e-08;
+  s = s * z + 2.75573137070700676789e-06;
+  s = s * z + -1.98412698298579493134e-04;
+  s = s * z + 8.33333333332248946124e-03;
+  s = s * z + -1.66666666666666324348e-01;
+  s = r + r * z * s;
+  double c = -1.13596475577881948265e-11;
+  c = c * z + 2.08757232129817482790e-09;
+  c = c * z + -2.75573143513906633035e-07;
+  c = c * z + 2.48015872894767294178e-05;
+  c = c * z + -1.38888888888741095749e-03;
+  c = c * z + 4.16666666666666019037e-02;
+  c = 1.0 - (0.5 * z - z * z * c);
+  int64_t quadrant = (int64_t)n & 3;
+  double even_c = quadrant & 1 ? s : c, even_s = quadrant & 1 ? c : s;
+  *cosine = quadrant == 1 || quadrant == 2 ? -even_c : even_c;
+  *sine = quadrant >= 2 ? -even_s : even_s;
+}
+
+template <class T> static inline f32x16 silu_lanes(f32x16 x) {
+  return round_to<T>(div(x, add(splat(1.0f), exp(sub(splat(0.0f), x)))));
+}
+// d silu(x) / dx = sig (1 + x (1 - sig))
+static inline f32x16 silu_slope(f32x16 x) {
+  f32x16 sig = div(splat(1.0f), add(splat(1.0f), exp(sub(splat(0.0f), x))));
+  return mul(sig, fma(x, sub(splat(1.0f), sig), splat(1.0f)));
+}
+
+template <class T>
+static void silu_all(const T* gate, const T* up, T* y, int64_t count, int threads) {
+#pragma omp parallel for num_threads(threads) if (count > 16384)
+  for (int64_t i = 0; i < count; i += L) {
+    int64_t n = count - i;
+    f32x16 s = silu_lanes<T>(load_n(gate + i, n));
+    store_n(y + i, up ? mul(s, load_n(up + i, n)) : s, n);
+  }
+}
+
+template <class T>
+static void silu_backward_all(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t count,
+                              int threads) {
+#pragma omp parallel for num_threads(threads) if (count > 16384)
+  for (int64_t i = 0; i < count; i += L) {
+    int64_t n = count - i;
+    f32x16 d = load_n(dy + i, n), g = load_n(gate + i, n);
+    if (up) {
+      store_n(dup + i, mul(d, silu_lanes<T>(g)), n);
+      d = round_to<T>(mul(d, load_n(up + i, n)));
+    }
+    store_n(dgate + i, mul(d, silu_slope(g)), n);
+  }
+}
+
+}  // namespace ZM_NAMESPACE
+
+// Entry points: tensors as void*, `bf16` selects the storage type, null for absent tensors.
+#define ZM_BY_STORAGE(bf16, call) \
+  do {                            \
+    if (bf16) {                   \
+      using T = uint16_t;         \
+      ZM_NAMESPACE::call;         \
+    } else {                      \
+      using T = float;            \
+      ZM_NAMESPACE::call;         \
+    }                             \
+  } while (0)
+
+extern "C" {
+
+void ZM_EXPORT(rmsnorm)(const void* x, const void* residual, const void* weight, void* y, void* sum,
+                        float* rstd, int64_t rows, int64_t cols, float eps, int64_t unit_offset,
+                        int64_t bf16, int64_t threads) {
+  ZM_BY_STORAGE(bf16, rmsnorm_rows<T>((const T*)x, (const T*)residual, (const T*)weight, (T*)y, (T*)sum,
+                                      rstd, rows, cols, eps, unit_offset, (int)threads));
+}
+
+// dx and dw are computed where their pointers are given.
+void ZM_EXPORT(rmsnorm_backward)(const void* dy, const void* x, const void* weight, const float* rstd,
+                                 const void* dsum, void* dx, float* dw, int64_t rows, int64_t cols,
+                                 int64_t unit_offset, int64_t bf16, int64_t threads) {
+  if (dx)
+    ZM_BY_STORAGE(bf16, rmsnorm_dx_rows<T>((const T*)dy, (const T*)x, (const T*)weight, rstd,
+                                           (const T*)dsum, (T*)dx, rows, cols, unit_offset, (int)threads));
+  if (dw)
+    ZM_BY_STORAGE(bf16, rmsnorm_dw_rows<T>((const T*)dy, (const T*)x, rstd, dw, rows, cols, unit_offset,
+                                           (int)threads));
+}
+
+void ZM_EXPORT(rotary)(const void* x, const float* cos, const float* sin, void* y, int64_t rows,
+                       int64_t heads, int64_t dim, int64_t width, int64_t bf16, int64_t threads) {
+  ZM_BY_STORAGE(bf16, rotary_rows<T>((const T*)x, cos, sin, (T*)y, rows, heads, dim, width, (int)threads));
+}
+
+void ZM_EXPORT(rotary_table)(const double* inv_freq, const int64_t* positions, double* scaling, float* cos,
+                             float* sin, int64_t rows, int64_t half, int64_t threads) {
+#pragma omp parallel for num_threads((int)threads) if (rows * half > 8192)
+  for (int64_t t = 0; t < rows; t++)
+    for (int64_t i = 0; i < half; i++) {
+      double c, s;
+      ZM_NAMESPACE::sincos64((double)positions[t] * inv_freq[i], &c, &s);
+      int64_t at = t * 2 * half + i;
+      cos[at] = cos[at + half] = (float)(c * scaling[0]);
+      sin[at] = sin[at + half] = (float)(s * scaling[0]);
+    }
+}
+
+void ZM_EXPORT(silu)(const void* gate, const void* up, void* y, int64_t count, int64_t bf16,
+                     int64_t threads) {
+  ZM_BY_STORAGE(bf16, silu_all<T>((const T*)gate, (const T*)up, (T*)y, count, (int)threads));
+}
+
+void ZM_EXPORT(silu_backward)(const void* dy, const void* gate, const void* up, void* dgate, void* dup,
+                              int64_t count, int64_t bf16, int64_t threads) {
+  ZM_BY_STORAGE(bf16, silu_backward_all<T>((const T*)dy, (const T*)gate, (const T*)up, (T*)dgate, (T*)dup,
+                                           count, (int)threads));
+}
+
+}  // extern "C"
