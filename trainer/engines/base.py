@@ -1,9 +1,10 @@
 """The records that every engine speaks: requests, schedules, scenarios, runs, observations.
 
-A **schedule is data**: which tokens of which requests go through which forward pass, in which order, on
-top of which cached state. Whole prefill, chunked prefill, decode, prefix hits, eviction, preemption,
-mixed batches, rejected drafts and the trainer's packed forward are all schedules. Aligned means: for
-one set of weights and tokens, every legal schedule on every engine yields the same logprob bits.
+A **schedule is data**: which tokens of which requests go through which forward pass, in which
+order, on top of which cached state. Whole prefill, chunked prefill, decode, prefix hits, eviction,
+preemption, mixed batches, rejected drafts and the trainer's packed forward are all schedules.
+Aligned means: for one set of weights and tokens, every legal schedule on every engine yields the
+same logprob bits.
 
     Schedule(events=(
         Step(slices=(Slice(request="a", start=0, stop=32),)),
@@ -64,9 +65,10 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slice:
-    """Tokens ``[start, stop)`` of a request go through a forward pass on top of state for ``[0, start)``.
+    """Tokens ``[start, stop)`` of a request go through a forward on top of state ``[0, start)``.
 
-    keep: state kept afterwards covers ``[0, keep)``; None keeps all. ``keep < stop``: rejected drafts.
+    keep: state kept afterwards covers ``[0, keep)``; None keeps all. ``keep < stop``: rejected
+        drafts.
     """
 
     request: str
@@ -86,7 +88,10 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hit:
-    """Prefix hit: ``request`` starts from the cached state of ``source`` for ``[0, upto)``."""
+    """Prefix hit: ``request`` starts from the cached state of ``source`` for ``[0, upto)``.
+
+    ``source`` equal to ``request``: the request is sent again and goes on from its own prefix.
+    """
 
     request: str
     source: str
@@ -136,7 +141,7 @@ class Schedule:
 class StateSpec:
     """What kind of state a site keeps between steps, and where it may be cut.
 
-    granule: prefix hits land only on multiples of it (page size for kv, chunk for recurrent layers).
+    granule: prefix hits land only on multiples of it (page size for kv, chunk for recurrent).
     snapshot_every: a snapshot exists only at these multiples; None: at every granule.
     window: keys older than this are not kept; None: all are.
     rollback: whether rejected drafts can be undone without a snapshot.
@@ -226,7 +231,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What really happened: the executed schedule, one sample per scored token, the trace if any."""
+    """What really happened: executed schedule, one sample per scored token, the trace if any."""
 
     scenario: Scenario
     executed: Schedule
@@ -238,7 +243,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One row of one site, as recorded. ``digest`` is 128 bits in hex; ``blob`` names the stored tensor."""
+    """One row of one site. ``digest`` is 128 bits in hex; ``blob`` names the stored tensor."""
 
     run: str
     site: str
@@ -253,9 +258,9 @@ class Observation:
 
 
 class Observer(Protocol):
-    """Watches a run. The engine calls ``begin_rows`` before each forward (and before the head, whose
-    rows are a subset), then every site calls ``on_site``; row i of every tensor there is ``rows[i]``.
-    Padding rows have request ``""`` and position -1."""
+    """Watches a run. The engine calls ``begin_rows`` before each forward (and before the head,
+    whose rows are a subset), then every site calls ``on_site``; row i of every tensor there is
+    ``rows[i]``. Padding rows have request ``""`` and position -1."""
 
     def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None: ...
 
