@@ -1,59 +1,268 @@
-// Matrix products as linear chains (simple first version; see the signatures).
+// Matrix products as linear chains ("linear.chain"): the one GEMM of the CPU core.
+//
+// Every output is one chain of fp32 FMAs over k ascending, starting from +0 or from a given
+// accumulator; a bias is added to the finished chain, then it is rounded once to the output's dtype.
+// Lanes run along the output columns, so no lane ever meets a tail: columns are padded with zeros.
+// bf16 operands are widened exactly. Row count, tile, cache block, thread count and packing are
+// schedule: storing an fp32 accumulator and loading it again is exact, and no chain is ever split.
+//
+// B is read as panels [ceil(N / 16)][K][16] (zero padded), either prepared by `pack` from a weight
+// [N, K], or cut from a row-major [K, N] into a stack buffer by the job that uses it. A is copied
+// into tiles [K][R] of at most TILE_ROWS rows, so that a k-step reads R neighbouring numbers.
+// A job is a group of panels times a run of tiles; it keeps its accumulators in a stack buffer
+// between cache blocks of K_BLOCK.
+//
+// Legend: M rows, N columns, K reduced; R rows of a tile, P panels of a group, L = 16 lanes.
 #pragma once
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <cstring>
+#include <utility>
+#include <vector>
 #include "simd.h"
 
 namespace ZM_NAMESPACE {
+
+// Accumulators that fit the register file beside one k-step of B, in units of f32x16.
+#if defined(ZM_AVX512)
+constexpr int TILE_ROWS = 14, ACCUMULATORS = 28;
+#elif defined(ZM_AVX2)
+constexpr int TILE_ROWS = 6, ACCUMULATORS = 6;
+#else
+constexpr int TILE_ROWS = 4, ACCUMULATORS = 4;
+#endif
+constexpr int GROUP_PANELS = 8, RUN_TILES = 16;
+constexpr int64_t K_BLOCK = 256, BLOCK_FLOATS = int64_t(1) << 20;
+
+constexpr int most_panels(int rows) { return std::min(GROUP_PANELS, ACCUMULATORS / rows); }
+
 static inline float widen(const void* p, int64_t i, int64_t is_bf16) {
   if (!is_bf16) return ((const float*)p)[i];
   uint32_t u = (uint32_t)((const uint16_t*)p)[i] << 16;
-  float f; memcpy(&f, &u, 4); return f;
-}
-static inline uint16_t round_bf16(float x) {
-  uint32_t u; memcpy(&u, &x, 4);
-  if ((u & 0x7fffffffu) > 0x7f800000u) return 0x7fc0;
-  return (uint16_t)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
-}
-static inline void narrow(void* p, int64_t i, int64_t is_bf16, float x) {
-  if (is_bf16) ((uint16_t*)p)[i] = round_bf16(x); else ((float*)p)[i] = x;
-}
-}  // namespace ZM_NAMESPACE
-
-extern "C" void ZM_EXPORT(pack)(const void* W, int64_t w_bf16, int64_t N, int64_t K, float* panels, int64_t threads) {
-  using namespace ZM_NAMESPACE;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t p = 0; p < (N + 15) / 16; p++)
-    for (int64_t k = 0; k < K; k++)
-      for (int j = 0; j < 16; j++) {
-        int64_t n = p * 16 + j;
-        panels[(p * K + k) * 16 + j] = n < N ? widen(W, n * K + k, w_bf16) : 0.0f;
-      }
+  float f;
+  memcpy(&f, &u, 4);
+  return f;
 }
 
-extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* panels, const float* bias, void* C,
-                                int64_t c_bf16, int64_t M, int64_t N, int64_t K, int64_t threads) {
-  using namespace ZM_NAMESPACE;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t p = 0; p < (N + 15) / 16; p++)
-    for (int64_t m = 0; m < M; m++) {
-      f32x16 acc = splat(0.0f);
-      for (int64_t k = 0; k < K; k++) acc = fma(splat(widen(A, m * K + k, a_bf16)), load(panels + (p * K + k) * 16), acc);
-      float t[16]; store(t, acc);
-      for (int64_t n = p * 16; n < N && n < p * 16 + 16; n++) narrow(C, m * N + n, c_bf16, bias ? t[n - p * 16] + bias[n] : t[n - p * 16]);
+// One register tile: continues R * P * 16 chains for `steps` values of k.
+template <int R, int P>
+static void run_tile(const float* a, const float* b, int64_t panel_stride, int64_t steps, float* acc, int64_t acc_stride,
+                     bool fresh) {
+  f32x16 c[R][P];
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) c[r][p] = fresh ? splat(0.0f) : load(acc + r * acc_stride + p * L);
+  for (int64_t k = 0; k < steps; k++) {
+    f32x16 bk[P];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) bk[p] = load(b + p * panel_stride + k * L);
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      f32x16 ak = splat(a[k * R + r]);
+#pragma GCC unroll 8
+      for (int p = 0; p < P; p++) c[r][p] = fma(ak, bk[p], c[r][p]);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; p++) store(acc + r * acc_stride + p * L, c[r][p]);
+}
+
+using TileFunction = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, bool);
+template <int R, int P>
+constexpr TileFunction tile_or_null() {
+  if constexpr (P <= most_panels(R)) return run_tile<R, P>;
+  else return nullptr;
+}
+template <int R, int... P>
+constexpr std::array<TileFunction, GROUP_PANELS> tile_row(std::integer_sequence<int, P...>) {
+  return {tile_or_null<R, P + 1>()...};
+}
+template <int... R>
+constexpr auto tile_table(std::integer_sequence<int, R...>) {
+  return std::array<std::array<TileFunction, GROUP_PANELS>, TILE_ROWS>{
+      tile_row<R + 1>(std::make_integer_sequence<int, GROUP_PANELS>())...};
+}
+static constexpr auto TILES = tile_table(std::make_integer_sequence<int, TILE_ROWS>());
+
+struct Operand {  // a matrix in memory: fp32 or bf16, leading dimension, transposed or not
+  const void* data;
+  bool bf16, transposed;
+  int64_t ld;
+};
+
+struct Product {
+  Operand A;
+  const float* panels;  // packed B, or null: then `rows` is used
+  Operand rows;         // B row-major [K, N]
+  const float* initial;  // [M, N] or null
+  const float* bias;     // [N] or null
+  void* C;
+  bool c_bf16;
+  int64_t M, N, K, threads;
+};
+
+// Rows [first, first + R) of A, k in [k0, k1) -> out[k - k0][R].
+static void pack_tile(const Operand& A, int64_t first, int R, int64_t k0, int64_t k1, float* out) {
+  for (int64_t k = k0; k < k1; k++)
+    for (int r = 0; r < R; r++) {
+      int64_t m = first + r;
+      *out++ = widen(A.data, A.transposed ? k * A.ld + m : m * A.ld + k, A.bf16);
     }
 }
 
+// Panels [p0, p0 + P) of a row-major B, k in [k0, k1) -> out[P][K_BLOCK][16].
+static void pack_rows(const Operand& B, int64_t N, int64_t p0, int P, int64_t k0, int64_t k1, float* out) {
+  for (int p = 0; p < P; p++) {
+    int64_t n = (p0 + p) * L;
+    int valid = (int)std::min<int64_t>(L, N - n);
+    float* to = out + p * K_BLOCK * L;
+    for (int64_t k = k0; k < k1; k++, to += L) {
+      if (valid == L) {
+        int64_t at = k * B.ld + n;
+        store(to, B.bf16 ? load_bf16((const uint16_t*)B.data + at) : load((const float*)B.data + at));
+      } else {
+        for (int j = 0; j < L; j++) to[j] = j < valid ? widen(B.data, k * B.ld + n + j, B.bf16) : 0.0f;
+      }
+    }
+  }
+}
+
+// The finished chains of one row and P panels: bias, one rounding, no column beyond N.
+static void finish_row(const Product& g, int64_t m, int64_t p0, int P, const float* acc) {
+  for (int p = 0; p < P; p++) {
+    int64_t n = (p0 + p) * L, valid = std::min<int64_t>(L, g.N - n);
+    f32x16 c = load(acc + p * L);
+    alignas(64) float rest[L] = {0};
+    if (g.bias) {
+      if (valid < L) memcpy(rest, g.bias + n, sizeof(float) * valid);
+      c = add(c, valid < L ? load(rest) : load(g.bias + n));
+    }
+    if (g.c_bf16) {
+      uint16_t* to = (uint16_t*)g.C + m * g.N + n;
+      if (valid == L) store_bf16(to, c);
+      else { store_bf16((uint16_t*)rest, c); memcpy(to, rest, sizeof(uint16_t) * valid); }
+    } else {
+      float* to = (float*)g.C + m * g.N + n;
+      if (valid == L) store(to, c);
+      else { store(rest, c); memcpy(to, rest, sizeof(float) * valid); }
+    }
+  }
+}
+
+static void load_initial(const Product& g, int64_t m, int64_t p0, int P, float* acc) {
+  int64_t n = p0 * L, valid = std::min<int64_t>(P * L, g.N - n);
+  memcpy(acc, g.initial + m * g.N + n, sizeof(float) * valid);
+  std::fill(acc + valid, acc + P * L, 0.0f);
+}
+
+// Rows [first row of tile t0, first row of tile t1) times panels [p0, p0 + P).
+struct Tiling {
+  int64_t rows, count;
+  int64_t start(int64_t t) const { return rows * t / count; }
+};
+
+static void run_job(const Product& g, const float* packed, int64_t row0, Tiling tiling, int64_t t0, int64_t t1,
+                    int64_t p0, int P) {
+  alignas(64) float acc[TILE_ROWS * RUN_TILES * ACCUMULATORS / TILE_ROWS * L * 4];
+  alignas(64) float cut[GROUP_PANELS * K_BLOCK * L];
+  int64_t m0 = tiling.start(t0), m1 = tiling.start(t1), width = P * L;
+  if (g.initial)
+    for (int64_t m = m0; m < m1; m++) load_initial(g, row0 + m, p0, P, acc + (m - m0) * width);
+  for (int64_t k0 = 0; k0 < g.K || k0 == 0; k0 += K_BLOCK) {
+    int64_t k1 = std::min(g.K, k0 + K_BLOCK);
+    const float* b = g.panels + (p0 * g.K + k0) * L;
+    int64_t panel_stride = g.K * L;
+    if (!g.panels) {
+      pack_rows(g.rows, g.N, p0, P, k0, k1, cut);
+      b = cut;
+      panel_stride = K_BLOCK * L;
+    }
+    for (int64_t t = t0; t < t1; t++) {
+      int64_t m = tiling.start(t);
+      int R = (int)(tiling.start(t + 1) - m);
+      TILES[R - 1][P - 1](packed + m * g.K + k0 * R, b, panel_stride, k1 - k0, acc + (m - m0) * width, width,
+                          k0 == 0 && !g.initial);
+    }
+  }
+  for (int64_t m = m0; m < m1; m++) finish_row(g, row0 + m, p0, P, acc + (m - m0) * width);
+}
+
+// A block of rows: every thread packs a share of A, then every thread runs a share of the jobs.
+static void run_rows(const Product& g, int64_t row0, int64_t rows, std::vector<float>& buffer) {
+  Tiling tiling{rows, (rows + TILE_ROWS - 1) / TILE_ROWS};
+  int64_t panels = (g.N + L - 1) / L, slabs = (g.K + K_BLOCK - 1) / K_BLOCK;
+  int64_t widest = most_panels((int)((rows + tiling.count - 1) / tiling.count));
+  int64_t groups = ((panels + widest - 1) / widest + g.threads - 1) / g.threads * g.threads;
+  groups = std::min(groups, panels);
+  int64_t run = std::max<int64_t>(1, std::min<int64_t>(RUN_TILES, tiling.count * groups / (4 * g.threads)));
+  int64_t runs = (tiling.count + run - 1) / run;
+  bool direct = rows == 1 && !g.A.bf16 && !g.A.transposed;
+  const float* packed = direct ? (const float*)g.A.data + row0 * g.A.ld : buffer.data();
+#pragma omp parallel num_threads(g.threads) if (g.threads > 1)
+  {
+    if (!direct) {
+#pragma omp for schedule(static)
+      for (int64_t u = 0; u < tiling.count * slabs; u++) {
+        int64_t m = tiling.start(u / slabs), k0 = u % slabs * K_BLOCK;
+        int R = (int)(tiling.start(u / slabs + 1) - m);
+        pack_tile(g.A, row0 + m, R, k0, std::min(g.K, k0 + K_BLOCK), buffer.data() + m * g.K + k0 * R);
+      }
+    }
+#pragma omp for schedule(static)
+    for (int64_t j = 0; j < groups * runs; j++) {
+      int64_t group = j / runs, p0 = panels * group / groups, p1 = panels * (group + 1) / groups;
+      int64_t t0 = j % runs * run;
+      run_job(g, packed, row0, tiling, t0, std::min(tiling.count, t0 + run), p0, (int)(p1 - p0));
+    }
+  }
+}
+
+static void multiply(const Product& g) {
+  if (g.M == 0 || g.N == 0) return;
+  thread_local std::vector<float> buffer;
+  int64_t block = std::max<int64_t>(TILE_ROWS, BLOCK_FLOATS / std::max<int64_t>(1, g.K));
+  int64_t needed = std::min(g.M, block) * g.K;
+  if ((int64_t)buffer.size() < needed) buffer.resize(needed);
+  int64_t blocks = (g.M + block - 1) / block;
+  for (int64_t i = 0; i < blocks; i++) {
+    int64_t first = g.M * i / blocks, last = g.M * (i + 1) / blocks;
+    run_rows(g, first, last - first, buffer);
+  }
+}
+
+}  // namespace ZM_NAMESPACE
+
+// weight [N, K] -> panels [ceil(N / 16)][K][16], zero padded, fp32.
+extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, int64_t K, float* panels,
+                                int64_t threads) {
+  using namespace ZM_NAMESPACE;
+  int64_t count = (N + L - 1) / L;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+  for (int64_t p = 0; p < count; p++)
+    for (int64_t k = 0; k < K; k++)
+      for (int j = 0; j < L; j++) {
+        int64_t n = p * L + j;
+        panels[(p * K + k) * L + j] = n < N ? widen(weight, n * K + k, w_bf16) : 0.0f;
+      }
+}
+
+// C [M, N] = round(A [M, K] x panels + bias).
+extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* panels, const float* bias, void* C,
+                                int64_t c_bf16, int64_t M, int64_t N, int64_t K, int64_t threads) {
+  using namespace ZM_NAMESPACE;
+  multiply({{A, a_bf16 != 0, false, K}, panels, {}, nullptr, bias, C, c_bf16 != 0, M, N, K, threads});
+}
+
+// C [M, N] = round(initial + A x B), B row-major [K, N]; A is [M, K], or [K, M] when a_transposed.
+// `initial` (fp32, may be C itself) is where each chain starts; null means +0.
 extern "C" void ZM_EXPORT(gemm_rows)(const void* A, int64_t a_bf16, int64_t a_transposed, const void* B, int64_t b_bf16,
                                      const float* initial, void* C, int64_t c_bf16, int64_t M, int64_t N, int64_t K,
                                      int64_t threads) {
   using namespace ZM_NAMESPACE;
-#pragma omp parallel for num_threads(threads)
-  for (int64_t m = 0; m < M; m++)
-    for (int64_t n = 0; n < N; n++) {
-      float acc = initial ? initial[m * N + n] : 0.0f;
-      for (int64_t k = 0; k < K; k++)
-        acc = std::fma(widen(A, a_transposed ? k * M + m : m * K + k, a_bf16), widen(B, k * N + n, b_bf16), acc);
-      narrow(C, m * N + n, c_bf16, acc);
-    }
+  multiply({{A, a_bf16 != 0, a_transposed != 0, a_transposed ? M : K}, nullptr, {B, b_bf16 != 0, false, N}, initial,
+            nullptr, C, c_bf16 != 0, M, N, K, threads});
 }
