@@ -5,5 +5,6 @@
 #include "gemm.h"
 #include "head.h"
 #include "digest.h"
+#include "sampling.h"
 #include "rows.h"
 #include "attention.h"

@@ -114,3 +114,10 @@ def core(variant: str | None = None) -> Core:
     if name not in usable:
         raise CapabilityError(f"variant {name!r} does not run here; choose one of {', '.join(usable)}")
     return Core(name, _library())
+
+
+def missing(variant: str) -> str | None:
+    """Why a variant cannot run here, or None: what an implementation answers to dispatch."""
+    if library_path() is None:
+        return "the CPU core is not built; install a C++ compiler and run `make install` again"
+    return None if variant in available_variants() else f"this processor cannot run {variant} code"

@@ -15,6 +15,8 @@ integer sums have no order and no rounding. All arithmetic below is on unsigned 
     row     A = sum_b mix(a[b]) * odd(SEED_C, b)        B = sum_b mix(b[b]) * odd(SEED_C, b)
     head    h = mix((elements << 8 | dtype code) * golden)
     digest  (mix(A + h), mix(B ^ h))
+    tensor  its elements as one row; then, for every dimension d in turn, each lane becomes
+            mix(lane + golden * (d + 1)): the shape counts
 
 ``mix`` is a bijection with mix(0) = 0, so zero padding up to a block is free, and one changed word
 always changes both lanes: its product with an odd constant is not 0 modulo 2**64, and every later step
@@ -153,3 +155,12 @@ def digest_rows(x: Tensor) -> Tensor:
                 total[row : row + row_step] += _block_sums(part, start // BLOCK)
     head = signed(mix_int(((elements << 8 | code) * GOLDEN) & _MASK))
     return mix(torch.stack((total[:, 0] + head, total[:, 1] ^ head), dim=-1))
+
+
+def fold_shape(lanes: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, int]:
+    """The last line of the definition: lanes of a whole tensor's row digest, with its shape mixed in."""
+    first, second = lanes
+    for dim in shape:
+        step = GOLDEN * (dim + 1)
+        first, second = mix_int((first + step) & _MASK), mix_int((second + step) & _MASK)
+    return first, second
