@@ -8,3 +8,4 @@
 #include "sampling.h"
 #include "rows.h"
 #include "attention.h"
+#include "attention_backward.h"
