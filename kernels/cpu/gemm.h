@@ -10,7 +10,8 @@
 // [N, K], or cut from a row-major [K, N] into a stack buffer by the job that uses it. A is copied
 // into tiles [K][R] of at most TILE_ROWS rows, so that a k-step reads R neighbouring numbers.
 // A job is a group of panels times a run of tiles; it keeps its accumulators in a stack buffer
-// between cache blocks of K_BLOCK.
+// between cache blocks of K_BLOCK. Very long chains pause every K_SPAN steps, so that the copy of A
+// stays small; they wait in C, or in a scratch when C is bf16.
 //
 // Legend: M rows, N columns, K reduced; R rows of a tile, P panels of a group, L = 16 lanes.
 #pragma once
@@ -33,7 +34,7 @@ constexpr int TILE_ROWS = 6, ACCUMULATORS = 6;
 constexpr int TILE_ROWS = 4, ACCUMULATORS = 4;
 #endif
 constexpr int GROUP_PANELS = 8, RUN_TILES = 16;
-constexpr int64_t K_BLOCK = 256, BLOCK_FLOATS = int64_t(1) << 20;
+constexpr int64_t K_BLOCK = 256, K_SPAN = 4096, BLOCK_FLOATS = int64_t(1) << 20;
 
 constexpr int most_panels(int rows) { return std::min(GROUP_PANELS, ACCUMULATORS / rows); }
 
@@ -96,8 +97,9 @@ struct Operand {  // a matrix in memory: fp32 or bf16, leading dimension, transp
 
 struct Product {
   Operand A;
-  const float* panels;  // packed B, or null: then `rows` is used
-  Operand rows;         // B row-major [K, N]
+  const float* panels;   // packed B, or null: then `rows` is used
+  int64_t panel_stride;  // floats between panels
+  Operand rows;          // B row-major [K, N]
   const float* initial;  // [M, N] or null
   const float* bias;     // [N] or null
   void* C;
@@ -159,23 +161,23 @@ static void load_initial(const Product& g, int64_t m, int64_t p0, int P, float* 
   std::fill(acc + valid, acc + P * L, 0.0f);
 }
 
-// Rows [first row of tile t0, first row of tile t1) times panels [p0, p0 + P).
+// Rows shared out evenly over tiles.
 struct Tiling {
   int64_t rows, count;
   int64_t start(int64_t t) const { return rows * t / count; }
 };
 
-static void run_job(const Product& g, const float* packed, int64_t row0, Tiling tiling, int64_t t0, int64_t t1,
-                    int64_t p0, int P) {
-  alignas(64) float acc[TILE_ROWS * RUN_TILES * ACCUMULATORS / TILE_ROWS * L * 4];
+// Tiles [t0, t1) times panels [p0, p0 + P).
+static void run_job(const Product& g, const float* packed, Tiling tiling, int64_t t0, int64_t t1, int64_t p0, int P) {
+  alignas(64) float acc[RUN_TILES * ACCUMULATORS * L];
   alignas(64) float cut[GROUP_PANELS * K_BLOCK * L];
   int64_t m0 = tiling.start(t0), m1 = tiling.start(t1), width = P * L;
   if (g.initial)
-    for (int64_t m = m0; m < m1; m++) load_initial(g, row0 + m, p0, P, acc + (m - m0) * width);
+    for (int64_t m = m0; m < m1; m++) load_initial(g, m, p0, P, acc + (m - m0) * width);
   for (int64_t k0 = 0; k0 < g.K || k0 == 0; k0 += K_BLOCK) {
     int64_t k1 = std::min(g.K, k0 + K_BLOCK);
-    const float* b = g.panels + (p0 * g.K + k0) * L;
-    int64_t panel_stride = g.K * L;
+    const float* b = g.panels + p0 * g.panel_stride + k0 * L;
+    int64_t panel_stride = g.panel_stride;
     if (!g.panels) {
       pack_rows(g.rows, g.N, p0, P, k0, k1, cut);
       b = cut;
@@ -188,20 +190,21 @@ static void run_job(const Product& g, const float* packed, int64_t row0, Tiling 
                           k0 == 0 && !g.initial);
     }
   }
-  for (int64_t m = m0; m < m1; m++) finish_row(g, row0 + m, p0, P, acc + (m - m0) * width);
+  for (int64_t m = m0; m < m1; m++) finish_row(g, m, p0, P, acc + (m - m0) * width);
 }
 
-// A block of rows: every thread packs a share of A, then every thread runs a share of the jobs.
-static void run_rows(const Product& g, int64_t row0, int64_t rows, std::vector<float>& buffer) {
-  Tiling tiling{rows, (rows + TILE_ROWS - 1) / TILE_ROWS};
+// All rows of g at once: every thread packs a share of A, then every thread runs a share of the jobs.
+static void run_block(const Product& g, std::vector<float>& buffer) {
+  Tiling tiling{g.M, (g.M + TILE_ROWS - 1) / TILE_ROWS};
   int64_t panels = (g.N + L - 1) / L, slabs = (g.K + K_BLOCK - 1) / K_BLOCK;
-  int64_t widest = most_panels((int)((rows + tiling.count - 1) / tiling.count));
+  int64_t widest = most_panels((int)((g.M + tiling.count - 1) / tiling.count));
   int64_t groups = ((panels + widest - 1) / widest + g.threads - 1) / g.threads * g.threads;
   groups = std::min(groups, panels);
   int64_t run = std::max<int64_t>(1, std::min<int64_t>(RUN_TILES, tiling.count * groups / (4 * g.threads)));
   int64_t runs = (tiling.count + run - 1) / run;
-  bool direct = rows == 1 && !g.A.bf16 && !g.A.transposed;
-  const float* packed = direct ? (const float*)g.A.data + row0 * g.A.ld : buffer.data();
+  bool direct = g.M == 1 && !g.A.bf16 && !g.A.transposed;
+  if (!direct && (int64_t)buffer.size() < g.M * g.K) buffer.resize(g.M * g.K);
+  const float* packed = direct ? (const float*)g.A.data : buffer.data();
 #pragma omp parallel num_threads(g.threads) if (g.threads > 1)
   {
     if (!direct) {
@@ -209,28 +212,54 @@ static void run_rows(const Product& g, int64_t row0, int64_t rows, std::vector<f
       for (int64_t u = 0; u < tiling.count * slabs; u++) {
         int64_t m = tiling.start(u / slabs), k0 = u % slabs * K_BLOCK;
         int R = (int)(tiling.start(u / slabs + 1) - m);
-        pack_tile(g.A, row0 + m, R, k0, std::min(g.K, k0 + K_BLOCK), buffer.data() + m * g.K + k0 * R);
+        pack_tile(g.A, m, R, k0, std::min(g.K, k0 + K_BLOCK), buffer.data() + m * g.K + k0 * R);
       }
     }
 #pragma omp for schedule(static)
     for (int64_t j = 0; j < groups * runs; j++) {
       int64_t group = j / runs, p0 = panels * group / groups, p1 = panels * (group + 1) / groups;
       int64_t t0 = j % runs * run;
-      run_job(g, packed, row0, tiling, t0, std::min(tiling.count, t0 + run), p0, (int)(p1 - p0));
+      run_job(g, packed, tiling, t0, std::min(tiling.count, t0 + run), p0, (int)(p1 - p0));
     }
   }
 }
 
+static const void* at(const void* p, bool bf16, int64_t i) { return (const char*)p + i * (bf16 ? 2 : 4); }
+
+// Rows [m0, m1) and steps [k0, k1) of g as a product of its own, whose chains start at `from`.
+static Product part(const Product& g, int64_t m0, int64_t m1, int64_t k0, int64_t k1, const float* from, void* to) {
+  Product s = g;
+  s.M = m1 - m0;
+  s.K = k1 - k0;
+  s.A.data = at(g.A.data, g.A.bf16, g.A.transposed ? k0 * g.A.ld + m0 : m0 * g.A.ld + k0);
+  s.rows.data = at(g.rows.data, g.rows.bf16, k0 * g.rows.ld);
+  if (g.panels) s.panels = g.panels + k0 * L;
+  s.initial = from;
+  s.C = to;
+  if (k1 < g.K) {
+    s.bias = nullptr;
+    s.c_bf16 = false;
+  }
+  return s;
+}
+
 static void multiply(const Product& g) {
   if (g.M == 0 || g.N == 0) return;
-  thread_local std::vector<float> buffer;
-  int64_t block = std::max<int64_t>(TILE_ROWS, BLOCK_FLOATS / std::max<int64_t>(1, g.K));
-  int64_t needed = std::min(g.M, block) * g.K;
-  if ((int64_t)buffer.size() < needed) buffer.resize(needed);
+  thread_local std::vector<float> buffer, scratch;
+  bool paused = g.K > K_SPAN;
+  int64_t block = std::max<int64_t>(TILE_ROWS, BLOCK_FLOATS / std::clamp<int64_t>(g.K, 1, K_SPAN));
+  if (paused && g.c_bf16) scratch.resize(std::min(g.M, block) * g.N);
   int64_t blocks = (g.M + block - 1) / block;
   for (int64_t i = 0; i < blocks; i++) {
-    int64_t first = g.M * i / blocks, last = g.M * (i + 1) / blocks;
-    run_rows(g, first, last - first, buffer);
+    int64_t m0 = g.M * i / blocks, m1 = g.M * (i + 1) / blocks;
+    void* to = (void*)at(g.C, g.c_bf16, m0 * g.N);
+    float* waiting = g.c_bf16 ? scratch.data() : (float*)to;
+    const float* from = g.initial ? g.initial + m0 * g.N : nullptr;
+    for (int64_t k0 = 0; k0 < g.K || k0 == 0; k0 += K_SPAN) {
+      int64_t k1 = std::min(g.K, k0 + K_SPAN);
+      run_block(part(g, m0, m1, k0, k1, from, k1 < g.K ? waiting : to), buffer);
+      from = waiting;
+    }
   }
 }
 
@@ -254,7 +283,7 @@ extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, i
 extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* panels, const float* bias, void* C,
                                 int64_t c_bf16, int64_t M, int64_t N, int64_t K, int64_t threads) {
   using namespace ZM_NAMESPACE;
-  multiply({{A, a_bf16 != 0, false, K}, panels, {}, nullptr, bias, C, c_bf16 != 0, M, N, K, threads});
+  multiply({{A, a_bf16 != 0, false, K}, panels, K * L, {}, nullptr, bias, C, c_bf16 != 0, M, N, K, threads});
 }
 
 // C [M, N] = round(initial + A x B), B row-major [K, N]; A is [M, K], or [K, M] when a_transposed.
@@ -263,6 +292,6 @@ extern "C" void ZM_EXPORT(gemm_rows)(const void* A, int64_t a_bf16, int64_t a_tr
                                      const float* initial, void* C, int64_t c_bf16, int64_t M, int64_t N, int64_t K,
                                      int64_t threads) {
   using namespace ZM_NAMESPACE;
-  multiply({{A, a_bf16 != 0, a_transposed != 0, a_transposed ? M : K}, nullptr, {B, b_bf16 != 0, false, N}, initial,
+  multiply({{A, a_bf16 != 0, a_transposed != 0, a_transposed ? M : K}, nullptr, 0, {B, b_bf16 != 0, false, N}, initial,
             nullptr, C, c_bf16 != 0, M, N, K, threads});
 }
