@@ -31,28 +31,30 @@ template <class T> static inline void store_n(T* p, f32x16 v, int64_t n) {
   memcpy(p, t, n * sizeof(T));
 }
 
+// 1 / sqrt(mean square + eps) from the 16 partial sums of squares.
+static inline float inverse_rms(f32x16 squares, int64_t cols, float eps) {
+  return 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)cols + eps);
+}
+
 // y = norm(x) or, with a residual, s = round(x + residual) and y = norm(s).
 template <class T>
-static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum, float* rstd,
-                         int64_t rows, int64_t cols, float eps, bool unit_offset, int threads) {
+static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum, int64_t rows,
+                         int64_t cols, float eps, bool unit_offset, int threads) {
 #pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
   for (int64_t t = 0; t < rows; t++) {
-    const T* v_row = x + t * cols;
+    const T* row = residual ? sum + t * cols : x + t * cols;
     f32x16 squares = splat(0.0f);
     for (int64_t c = 0; c < cols; c += L) {
-      f32x16 v = load_n(v_row + c, cols - c);
+      f32x16 v = load_n(x + t * cols + c, cols - c);
       if (residual) {
         v = round_to<T>(add(v, load_n(residual + t * cols + c, cols - c)));
         store_n(sum + t * cols + c, v, cols - c);
       }
       squares = fma(v, v, squares);
     }
-    if (residual) v_row = sum + t * cols;
-    float r = 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)cols + eps);
-    rstd[t] = r;
+    f32x16 r = splat(inverse_rms(squares, cols, eps));
     for (int64_t c = 0; c < cols; c += L) {
-      f32x16 v = mul(load_n(v_row + c, cols - c), splat(r));
-      f32x16 w = load_n(weight + c, cols - c);
+      f32x16 v = mul(load_n(row + c, cols - c), r), w = load_n(weight + c, cols - c);
       v = unit_offset ? mul(v, add(splat(1.0f), w)) : mul(round_to<T>(v), w);
       store_n(y + t * cols + c, v, cols - c);
     }
@@ -60,19 +62,22 @@ static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T
 }
 
 // dx = r (g - x (sum(g x) r r / cols)), g = dy w; a residual's own gradient is added before rounding.
+// r is recomputed as in the forward and left in rstd.
 template <class T>
-static void rmsnorm_dx_rows(const T* dy, const T* x, const T* weight, const float* rstd, const T* dsum,
-                            T* dx, int64_t rows, int64_t cols, bool unit_offset, int threads) {
+static void rmsnorm_dx_rows(const T* dy, const T* x, const T* weight, const T* dsum, T* dx, float* rstd,
+                            int64_t rows, int64_t cols, float eps, bool unit_offset, int threads) {
   f32x16 offset = splat(unit_offset ? 1.0f : 0.0f);
 #pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
   for (int64_t t = 0; t < rows; t++) {
     int64_t at = t * cols;
-    float r = rstd[t];
-    f32x16 dots = splat(0.0f);
+    f32x16 squares = splat(0.0f), dots = splat(0.0f);
     for (int64_t c = 0; c < cols; c += L) {
       f32x16 g = mul(load_n(dy + at + c, cols - c), add(offset, load_n(weight + c, cols - c)));
-      dots = fma(g, load_n(x + at + c, cols - c), dots);
+      f32x16 v = load_n(x + at + c, cols - c);
+      squares = fma(v, v, squares);
+      dots = fma(g, v, dots);
     }
+    float r = rstd[t] = inverse_rms(squares, cols, eps);
     f32x16 coefficient = splat(sum_lanes(dots) * r * r / (float)cols);
     for (int64_t c = 0; c < cols; c += L) {
       f32x16 g = mul(load_n(dy + at + c, cols - c), add(offset, load_n(weight + c, cols - c)));
@@ -208,19 +213,18 @@ static void silu_backward_all(const T* dy, const T* gate, const T* up, T* dgate,
 extern "C" {
 
 void ZM_EXPORT(rmsnorm)(const void* x, const void* residual, const void* weight, void* y, void* sum,
-                        float* rstd, int64_t rows, int64_t cols, float eps, int64_t unit_offset,
-                        int64_t bf16, int64_t threads) {
+                        int64_t rows, int64_t cols, float eps, int64_t unit_offset, int64_t bf16,
+                        int64_t threads) {
   ZM_BY_STORAGE(bf16, rmsnorm_rows<T>((const T*)x, (const T*)residual, (const T*)weight, (T*)y, (T*)sum,
-                                      rstd, rows, cols, eps, unit_offset, (int)threads));
+                                      rows, cols, eps, unit_offset, (int)threads));
 }
 
-// dx and dw are computed where their pointers are given.
-void ZM_EXPORT(rmsnorm_backward)(const void* dy, const void* x, const void* weight, const float* rstd,
-                                 const void* dsum, void* dx, float* dw, int64_t rows, int64_t cols,
+// rstd [rows] is scratch; dw may be null, else its chains continue from what it holds.
+void ZM_EXPORT(rmsnorm_backward)(const void* dy, const void* x, const void* weight, const void* dsum,
+                                 void* dx, float* dw, float* rstd, int64_t rows, int64_t cols, float eps,
                                  int64_t unit_offset, int64_t bf16, int64_t threads) {
-  if (dx)
-    ZM_BY_STORAGE(bf16, rmsnorm_dx_rows<T>((const T*)dy, (const T*)x, (const T*)weight, rstd,
-                                           (const T*)dsum, (T*)dx, rows, cols, unit_offset, (int)threads));
+  ZM_BY_STORAGE(bf16, rmsnorm_dx_rows<T>((const T*)dy, (const T*)x, (const T*)weight, (const T*)dsum,
+                                         (T*)dx, rstd, rows, cols, eps, unit_offset, (int)threads));
   if (dw)
     ZM_BY_STORAGE(bf16, rmsnorm_dw_rows<T>((const T*)dy, (const T*)x, rstd, dw, rows, cols, unit_offset,
                                            (int)threads));
@@ -242,6 +246,12 @@ void ZM_EXPORT(rotary_table)(const double* inv_freq, const int64_t* positions, d
       cos[at] = cos[at + half] = (float)(c * scaling[0]);
       sin[at] = sin[at + half] = (float)(s * scaling[0]);
     }
+}
+
+// The exponential by itself, so that its reference can be proved.
+void ZM_EXPORT(exp)(const float* x, float* y, int64_t count) {
+  using namespace ZM_NAMESPACE;
+  for (int64_t i = 0; i < count; i += L) store_n(y + i, ZM_NAMESPACE::exp(load_n(x + i, count - i)), count - i);
 }
 
 void ZM_EXPORT(silu)(const void* gate, const void* up, void* y, int64_t count, int64_t bf16,
