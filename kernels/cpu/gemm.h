@@ -23,7 +23,7 @@
 #include <vector>
 #include "simd.h"
 
-namespace ZM_NAMESPACE {
+namespace ZM_NAMESPACE::gemm {
 
 // Accumulators that fit the register file beside one k-step of B, in units of f32x16.
 #if defined(ZM_AVX512)
@@ -263,12 +263,13 @@ static void multiply(const Product& g) {
   }
 }
 
-}  // namespace ZM_NAMESPACE
+}  // namespace ZM_NAMESPACE::gemm
 
 // weight [N, K] -> panels [ceil(N / 16)][K][16], zero padded, fp32.
 extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, int64_t K, float* panels,
                                 int64_t threads) {
   using namespace ZM_NAMESPACE;
+  using namespace ZM_NAMESPACE::gemm;
   int64_t count = (N + L - 1) / L;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
   for (int64_t p = 0; p < count; p++)
@@ -283,6 +284,7 @@ extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, i
 extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* panels, const float* bias, void* C,
                                 int64_t c_bf16, int64_t M, int64_t N, int64_t K, int64_t threads) {
   using namespace ZM_NAMESPACE;
+  using namespace ZM_NAMESPACE::gemm;
   multiply({{A, a_bf16 != 0, false, K}, panels, K * L, {}, nullptr, bias, C, c_bf16 != 0, M, N, K, threads});
 }
 
@@ -292,6 +294,7 @@ extern "C" void ZM_EXPORT(gemm_rows)(const void* A, int64_t a_bf16, int64_t a_tr
                                      const float* initial, void* C, int64_t c_bf16, int64_t M, int64_t N, int64_t K,
                                      int64_t threads) {
   using namespace ZM_NAMESPACE;
+  using namespace ZM_NAMESPACE::gemm;
   multiply({{A, a_bf16 != 0, a_transposed != 0, a_transposed ? M : K}, nullptr, 0, {B, b_bf16 != 0, false, N}, initial,
             nullptr, C, c_bf16 != 0, M, N, K, threads});
 }

@@ -13,9 +13,10 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include "gemm.h"
 #include "simd.h"
 
-namespace ZM_NAMESPACE {
+namespace ZM_NAMESPACE::head {
 
 constexpr float EXP_FLOOR = -87.33654f;
 
@@ -56,13 +57,13 @@ static inline void row_logprob(const float* row, int64_t target, float temperatu
     f32x16 m = max(z, lanes_max);
     lanes_max = valid == L ? m : select(lanes_in(0, valid), m, lanes_max);
   });
-  float m = max_lanes(lanes_max);
+  float m = max_lanes(lanes_max) + 0.0f;  // one zero, not two
   each_tempered(row, V, temperature, [&](f32x16 z, int64_t, int valid) {
     f32x16 s = add(lanes_sum, exp_or_zero(sub(z, splat(m))));
     lanes_sum = valid == L ? s : select(lanes_in(0, valid), s, lanes_sum);
   });
   float log_sum = log_series(sum_lanes(lanes_sum));
-  *row_max = m;
+  *row_max = log_sum == log_sum ? m : log_sum;
   *row_log_sum = log_sum;
   *lp = (row[target] / temperature - m) - log_sum;
 }
@@ -85,12 +86,13 @@ static inline void row_logprob_grad(const float* row, int64_t target, float temp
   });
 }
 
-}  // namespace ZM_NAMESPACE
+}  // namespace ZM_NAMESPACE::head
 
 // logits [T, V], targets [T], temperature [T] -> lp, row_max, row_log_sum [T].
 extern "C" void ZM_EXPORT(logprob)(const float* logits, const int64_t* targets, const float* temperature, float* lp,
                                    float* row_max, float* row_log_sum, int64_t T, int64_t V, int64_t threads) {
   using namespace ZM_NAMESPACE;
+  using namespace ZM_NAMESPACE::head;
 #pragma omp parallel for num_threads(threads) schedule(static) if (T > 1)
   for (int64_t t = 0; t < T; t++)
     row_logprob(logits + t * V, targets[t], temperature[t], V, lp + t, row_max + t, row_log_sum + t);
@@ -101,6 +103,7 @@ extern "C" void ZM_EXPORT(logprob_grad)(const float* logits, const int64_t* targ
                                         const float* row_max, const float* row_log_sum, const float* grad,
                                         float* d_logits, int64_t T, int64_t V, int64_t threads) {
   using namespace ZM_NAMESPACE;
+  using namespace ZM_NAMESPACE::head;
 #pragma omp parallel for num_threads(threads) schedule(static) if (T > 1)
   for (int64_t t = 0; t < T; t++)
     row_logprob_grad(logits + t * V, targets[t], temperature[t], row_max[t], row_log_sum[t], grad[t], V,
@@ -118,12 +121,13 @@ extern "C" void ZM_EXPORT(gather_rows)(const char* table, const int64_t* ids, ch
 extern "C" void ZM_EXPORT(scatter_rows)(const void* grad, int64_t grad_bf16, const int64_t* ids, float* d_table,
                                         int64_t T, int64_t H, int64_t threads) {
   using namespace ZM_NAMESPACE;
+  using namespace ZM_NAMESPACE::head;
 #pragma omp parallel for num_threads(threads) schedule(static) if (T * H > (1 << 16))
   for (int64_t part = 0; part < threads; part++) {
     int64_t first = H * part / threads, last = H * (part + 1) / threads;
     for (int64_t t = 0; t < T; t++) {
       float* sum = d_table + ids[t] * H;
-      for (int64_t h = first; h < last; h++) sum[h] += widen(grad, t * H + h, grad_bf16);
+      for (int64_t h = first; h < last; h++) sum[h] += ZM_NAMESPACE::gemm::widen(grad, t * H + h, grad_bf16);
     }
   }
 }
