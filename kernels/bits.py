@@ -100,7 +100,8 @@ def equal_rows(a: Tensor, b: Tensor) -> Tensor:
     left, right = _views(a, b)
     if left.dim() == 0:
         raise ContractError("equal_rows needs at least one dimension; use equal for a scalar")
-    return (left == right).reshape(left.shape[0], -1).all(dim=1)
+    same = left == right
+    return same if same.dim() == 1 else same.flatten(1).all(dim=1)
 
 
 def first_difference(a: Tensor, b: Tensor) -> Difference | None:

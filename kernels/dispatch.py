@@ -1,28 +1,207 @@
-"""Certified dispatch: which implementation of a contract may serve on this machine."""
+"""Certified dispatch: an implementation may serve a contract only after it proved its bits here.
+
+``choose`` is called on every operator call, so it is a dictionary lookup after the first time. The first
+time it reads the stored certificates of the contract's implementations, proves the ones that have none
+(a sweep of a second or so) and stores the result; among the admitted it takes the fastest. An
+implementation that differs is refused with a warning that names the first difference. When none is left,
+the contract's own reference serves, with a warning: the same bits, slower. Never another contract.
+
+    run = choose("linear.chain.float32.cpu.v1").run
+    y = run(x, weight, bias)
+
+Nothing is proved inside a CUDA graph capture: call the operator once before capturing. ``recheck`` goes
+through the stored certificates and says which hold; ``zm kernels list`` and gate C0 show it.
+"""
 
 import importlib
+import threading
+import warnings
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
 
-from .contract import Implementation, get_contract, implementations
+import torch
+
+from .contract import Contract, Implementation, get_contract, implementations
+from .errors import ContractError, DiskError, NotCertifiedError
+
+if TYPE_CHECKING:
+    from .certificates import Certificate
 
 _CHOSEN: dict[tuple[str, tuple[int, ...]], Implementation] = {}
+_DECIDING = threading.RLock()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rechecked:
+    """What became of one stored certificate.
+
+    status: ``valid``; ``refused`` (valid, and says that the implementation is wrong); ``void`` (something
+    changed since); ``foreign`` (another machine, or nothing registered by that name); ``unreadable``.
+
+        Rechecked(file="linear.chain...json", status="void", reason="the core code changed", ...)
+    """
+
+    file: str
+    status: Literal["valid", "refused", "void", "foreign", "unreadable"]
+    reason: str | None
+    contract: str | None = None
+    implementation: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values for JSON."""
+        return asdict(self)
 
 
 def choose(contract_id: str, key: tuple[int, ...] = ()) -> Implementation:
-    """The implementation that serves ``contract_id`` at ``key`` on this machine."""
+    """The implementation that serves ``contract_id`` at ``key`` on this machine, proved before."""
     chosen = _CHOSEN.get((contract_id, key))
     return chosen if chosen is not None else _decide(contract_id, key)
 
 
-def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
-    usable = [entry for entry in implementations(contract_id) if entry.missing() is None]
-    chosen = usable[0] if usable else reference(contract_id)
-    _CHOSEN[(contract_id, key)] = chosen
-    return chosen
+def forget() -> None:
+    """Drop this process's decisions; the next call of each contract reads the certificates again."""
+    _CHOSEN.clear()
 
 
 def reference(contract_id: str) -> Implementation:
     """The contract's frozen definition, as an implementation."""
     module, _, name = get_contract(contract_id).reference.partition(":")
-    return Implementation(
-        contract=contract_id, name="reference", run=getattr(importlib.import_module(module), name)
+    run = getattr(importlib.import_module(module), name, None)
+    if run is None:
+        raise ContractError(f"{contract_id} names a reference that does not exist: {module}:{name}")
+    return Implementation(contract=contract_id, name="reference", run=run)
+
+
+def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
+    with _DECIDING:
+        if (contract_id, key) in _CHOSEN:
+            return _CHOSEN[(contract_id, key)]
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            raise NotCertifiedError(
+                f"{contract_id} {key or ''} is not certified and cannot be inside a CUDA graph capture; "
+                "run the operator once before capturing, or `zm kernels certify`"
+            )
+        contract = get_contract(contract_id)
+        offered = implementations(contract_id)
+        missing = {each.name: each.missing() for each in offered}
+        able = [each for each in offered if missing[each.name] is None]
+        held = _certificates_of(contract, able, key)
+        admitted = [each for each in able if held[each.name].admitted]
+        for each in able:
+            if not held[each.name].admitted:
+                _warn(f"{each.name} may not serve {contract_id}: it {held[each.name].reason}")
+        if admitted:
+            chosen = min(admitted, key=lambda each: held[each.name].speed_ns or float("inf"))
+        else:
+            chosen = reference(contract_id)
+            reasons = "; ".join(f"{name}: {why or 'refused'}" for name, why in missing.items())
+            _warn(
+                f"no implementation of {contract_id} may serve here ({reasons or 'none is registered'}), so "
+                "its reference does: the same bits, but slowly. `zm doctor` says what to install"
+            )
+        _CHOSEN[(contract_id, key)] = chosen
+        return chosen
+
+
+def _certificates_of(
+    contract: Contract, candidates: list[Implementation], key: tuple[int, ...]
+) -> dict[str, "Certificate"]:
+    """The certificate of each candidate by name: stored ones that hold, the rest proved now."""
+    from . import certificates, certify  # they import this module, and pydantic
+
+    held = {}
+    for each in candidates:
+        found = certificates.load(contract, each, key)
+        if found is not None:
+            held[each.name] = found
+    unproved = [each for each in candidates if each.name not in held]
+    if unproved:
+        for certificate in certify.prove(contract, unproved, quick=True, key=key):
+            held[certificate.implementation] = certificate
+            try:
+                certificates.save(certificate, contract)
+            except DiskError as error:
+                _warn(f"{error}; until then every process proves its kernels again")
+    return held
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, RuntimeWarning, stacklevel=2)
+
+
+def certificates() -> list["Certificate"]:
+    """The stored certificates that hold on this machine now, refusals included."""
+    return [found for found, checked in _stored() if checked.status in ("valid", "refused") and found]
+
+
+def recheck(*, rerun: bool = False) -> list[Rechecked]:
+    """Every stored certificate and whether it holds; ``rerun`` also repeats each sweep that should."""
+    results = []
+    for found, checked in _stored():
+        again = _rerun(found) if rerun and found and checked.status == "valid" else None
+        results.append(checked if again is None else _restated(checked, again))
+    return results
+
+
+def _restated(checked: Rechecked, reason: str) -> Rechecked:
+    return Rechecked(
+        file=checked.file,
+        status="void",
+        reason=reason,
+        contract=checked.contract,
+        implementation=checked.implementation,
     )
+
+
+def _rerun(found: "Certificate") -> str | None:
+    from . import certify
+
+    offered = {each.name: each for each in implementations(found.contract)}
+    contract, candidate = get_contract(found.contract), offered[found.implementation]
+    again = certify.prove(contract, [candidate], quick=found.quick, seed=found.seed, key=found.key)[0]
+    if not again.admitted:
+        return again.reason
+    return None if again.output_digest == found.output_digest else "the reference gives other outputs now"
+
+
+def _stored() -> list[tuple["Certificate | None", Rechecked]]:
+    from . import certificates, certify
+
+    certify.load_operators()
+    results: list[tuple[Certificate | None, Rechecked]] = []
+    for path, found in certificates.stored():
+        if isinstance(found, str):
+            results.append((None, Rechecked(file=path.name, status="unreadable", reason=found)))
+            continue
+        status, reason = _standing(found, path.name)
+        checked = Rechecked(
+            file=path.name,
+            status=status,
+            reason=reason,
+            contract=found.contract,
+            implementation=found.implementation,
+        )
+        results.append((found, checked))
+    return results
+
+
+def _standing(
+    found: "Certificate", file: str
+) -> tuple[Literal["valid", "refused", "void", "foreign"], str | None]:
+    from . import certificates
+
+    try:
+        contract = get_contract(found.contract)
+    except ContractError:
+        return "foreign", f"no contract {found.contract} is registered"
+    offered = {each.name: each for each in implementations(found.contract)}
+    if found.implementation not in offered:
+        return "foreign", f"no implementation {found.implementation} is registered"
+    if contract.device != "cpu" and not torch.cuda.is_available():
+        return "foreign", "it is about a GPU, and there is none here"
+    if certificates.path_of(contract, found.implementation, found.key).name != file:
+        return "foreign", f"it is about another machine: {found.environment.processor}"
+    changed = certificates.void(found, contract, offered[found.implementation])
+    if changed:
+        return "void", changed
+    return ("valid", None) if found.admitted else ("refused", found.reason)
