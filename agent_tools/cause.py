@@ -1,0 +1,170 @@
+"""Cause classes: why an operator gave other bits, from experiments on the operator itself.
+
+Each experiment runs one call of the culprit again with one thing changed and looks at the bits of one
+affected row. Evidence is what was measured, never a guess; where no experiment decides, the cause is
+``unclassified`` and the list says what was tried.
+
+    experiment       what it does                                  a change of bits means
+    again            the same inputs                               nondeterminism
+    neighbours       other rows become NaN, then large numbers     batch leak
+    row count        the row alone; as many copies of it as the    the sum's order (or the path) depends
+                     reference's call had rows                     on the row count: reduction order
+    one term         inputs of which each sum has one non-zero     rounding point or dtype, not order
+                     term, so that every order gives the same bits
+    narrow           are all bits of the output those of a         intermediate dtype
+                     narrower dtype?
+
+Operators that read state (attention) cannot be run again alone; ``exact.py`` runs the whole model on
+inputs that make every sum exact. ``pytest tests/agent_tools/localize`` plants a fault of each class.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from ..kernels import bits
+from ..trainer.engines.base import SiteCall
+from .records import Cause, CauseName, Probe
+
+LARGE = 1e4
+ONE_TERM_CLASSES = frozenset({"linear", "lm_head", "rmsnorm"})
+NARROWER = {torch.float32: (torch.bfloat16, torch.float16)}
+
+
+def probe_call(call: SiteCall, row: int, reference: Tensor, rows: int) -> tuple[Probe, ...]:
+    """Experiments on one call at one affected row.
+
+    reference: the other side's output row [1, ...]; rows: how many rows its call had.
+    """
+    probes = [_narrow(call.output[row : row + 1], reference)]
+    if call.rerun is None:
+        probes.append(Probe(name="again", result="this operator reads state: not run alone"))
+        return tuple(probes)
+    own = call.output[row : row + 1]
+    probes.append(_again(call, row, own))
+    if len(call.output) > 1:
+        probes.append(_neighbours(call, row, own))
+    probes.append(_row_count(call, row, own, reference, rows))
+    if call.site.op_class in ONE_TERM_CLASSES:
+        probes.append(_one_term(call, row, rows))
+    return tuple(probes)
+
+
+def _run(call: SiteCall, inputs: Mapping[str, Tensor]) -> Tensor:
+    assert call.rerun is not None
+    output = call.rerun(inputs)
+    return output.reshape(-1, *call.output.shape[1:])
+
+
+def _again(call: SiteCall, row: int, own: Tensor) -> Probe:
+    times = [_run(call, call.inputs)[row : row + 1] for _ in range(3)]
+    other = sum(not bits.equal(output, own) for output in times)
+    return Probe(
+        name="again",
+        result=f"{other} of 3 repeats with the same inputs gave other bits",
+        decided="nondeterminism" if other else None,
+    )
+
+
+def _neighbours(call: SiteCall, row: int, own: Tensor) -> Probe:
+    changed = []
+    for name, value in (("NaN", float("nan")), (f"{LARGE:.0e}", LARGE)):
+        inputs = {key: _fill_others(tensor, row, value) for key, tensor in call.inputs.items()}
+        if not bits.equal(_run(call, inputs)[row : row + 1], own):
+            changed.append(name)
+    result = "the row's bits do not depend on its neighbours' values"
+    if changed:
+        result = f"the row's bits change when its neighbours become {' or '.join(changed)}"
+    return Probe(name="neighbours", result=result, decided="batch leak" if changed else None)
+
+
+def _fill_others(tensor: Tensor, row: int, value: float) -> Tensor:
+    if not tensor.is_floating_point():
+        return tensor
+    filled = torch.full_like(tensor, value)
+    filled[row] = tensor[row]
+    return filled
+
+
+def _row_count(call: SiteCall, row: int, own: Tensor, reference: Tensor, rows: int) -> Probe:
+    counts = sorted({1, rows, len(call.output)})
+    outputs = {count: _run(call, _copies(call.inputs, row, count))[:1] for count in counts}
+    changed = [count for count in counts if not bits.equal(outputs[count], own)]
+    as_reference = [count for count in counts if bits.equal(outputs[count], reference)]
+    result = f"equal bits at {', '.join(map(str, counts))} rows"
+    if changed:
+        result = (
+            f"in a call of {len(call.output)} rows; other bits at "
+            f"{', '.join(map(str, changed))} rows of the same input"
+        )
+        if as_reference:
+            result += f"; the reference's bits at {', '.join(map(str, as_reference))}"
+    return Probe(
+        name="row count", result=result, decided="reduction order" if changed else None
+    )
+
+
+def _copies(inputs: Mapping[str, Tensor], row: int, count: int) -> dict[str, Tensor]:
+    return {
+        key: tensor[row : row + 1].expand(count, *tensor.shape[1:]).contiguous()
+        for key, tensor in inputs.items()
+    }
+
+
+def _one_term(call: SiteCall, row: int, rows: int) -> Probe:
+    """With one non-zero input per row every order of summation gives the same bits."""
+    single = _copies(call.inputs, row, 1)
+    for key, tensor in single.items():
+        if tensor.is_floating_point():
+            single[key] = torch.zeros_like(tensor)
+            flat = single[key].reshape(1, -1)
+            flat[0, (7 * row + 3) % flat.shape[1]] = 1.0
+    counts = sorted({1, rows, len(call.output)})
+    outputs = [_run(call, _copies(single, 0, count))[:1] for count in counts]
+    same = all(bits.equal(output, outputs[0]) for output in outputs[1:])
+    where = ", ".join(map(str, counts))
+    if same:
+        return Probe(
+            name="one term",
+            result=f"with one non-zero term in every sum: equal bits at {where} rows",
+        )
+    return Probe(
+        name="one term",
+        result=f"even with one non-zero term in every sum the bits differ between {where} rows",
+        decided="rounding point",
+    )
+
+
+def _narrow(own: Tensor, reference: Tensor) -> Probe:
+    for dtype in NARROWER.get(own.dtype, ()):
+        mine = bits.equal(own.to(dtype).to(own.dtype), own)
+        theirs = bits.equal(reference.to(dtype).to(own.dtype), reference)
+        if mine != theirs:
+            side, name = ("left" if mine else "right"), str(dtype).removeprefix("torch.")
+            return Probe(
+                name="narrow",
+                result=f"every value on the {side} is a {name} number, on the other side not",
+                decided="intermediate dtype",
+            )
+    return Probe(name="narrow", result="neither side's values all fit a narrower dtype")
+
+
+PRECEDENCE: tuple[CauseName, ...] = (
+    "nondeterminism",
+    "batch leak",
+    "stale or wrong state",
+    "intermediate dtype",
+    "rounding point",
+    "reduction order",
+)
+
+
+def conclude(probes: Sequence[Probe]) -> Cause:
+    """The class that the experiments point to; the strongest finding wins."""
+    decided = {probe.decided: probe for probe in reversed(probes) if probe.decided is not None}
+    for name in PRECEDENCE:
+        if name in decided:
+            return Cause(name=name, detail=decided[name].result, probes=tuple(probes))
+    tried = ", ".join(probe.name for probe in probes) or "nothing"
+    return Cause(name="unclassified", detail=f"tried: {tried}", probes=tuple(probes))
