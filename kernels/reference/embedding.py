@@ -16,9 +16,13 @@ def embedding(ids_T: Tensor, weight_VH: Tensor) -> Tensor:
 
 
 def grad_weight(
-    grad_TH: Tensor, ids_T: Tensor, vocabulary: int, initial_VH: Tensor | None = None
+    grad_TH: Tensor,
+    ids_T: Tensor,
+    vocabulary: int,
+    initial_VH: Tensor | None = None,
+    out_VH: Tensor | None = None,
 ) -> Tensor:
-    """dW fp32 [V, H]: per vocabulary row, tokens ascending."""
+    """dW fp32 [V, H]: per vocabulary row, tokens ascending; into ``out`` if given."""
     if initial_VH is None:
         width = grad_TH.shape[1]
         total = torch.zeros(vocabulary, width, dtype=torch.float32, device=grad_TH.device)
@@ -26,4 +30,4 @@ def grad_weight(
         total = initial_VH.clone()
     for t, row in enumerate(ids_T.tolist()):
         total[row] = total[row] + grad_TH[t].float()
-    return total
+    return total if out_VH is None else out_VH.copy_(total)

@@ -44,16 +44,25 @@ def grad_input(grad_TN: Tensor, weight_NK: Tensor, out_dtype: torch.dtype | None
 
 
 def grad_weight(
-    grad_TN: Tensor, x_TK: Tensor, initial_NK: Tensor | None = None, out_dtype: torch.dtype | None = None
+    grad_TN: Tensor,
+    x_TK: Tensor,
+    initial_NK: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_NK: Tensor | None = None,
 ) -> Tensor:
-    """dW [N, K]: chains over tokens, from ``initial`` (fp32); fp32 by default."""
-    return chain(grad_TN.t(), x_TK, initial_NK).to(out_dtype or torch.float32)
+    """dW [N, K]: chains over tokens, from ``initial`` (fp32), into ``out`` if given; fp32 by default."""
+    total = chain(grad_TN.t(), x_TK, initial_NK).to(out_dtype or torch.float32)
+    return total if out_NK is None else out_NK.copy_(total)
 
 
 def grad_bias(
-    grad_TN: Tensor, initial_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+    grad_TN: Tensor,
+    initial_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_N: Tensor | None = None,
 ) -> Tensor:
-    """db [N]: chains over tokens, from ``initial`` (fp32); fp32 by default."""
+    """db [N]: chains over tokens, from ``initial`` (fp32), into ``out`` if given; fp32 by default."""
     ones = torch.ones(1, grad_TN.shape[0], dtype=torch.float32, device=grad_TN.device)
     start = None if initial_N is None else initial_N[None]
-    return chain(ones, grad_TN, start)[0].to(out_dtype or torch.float32)
+    total = chain(ones, grad_TN, start)[0].to(out_dtype or torch.float32)
+    return total if out_N is None else out_N.copy_(total)

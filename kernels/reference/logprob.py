@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from .exp import LANES, exp32, sum_lanes
+from .linear import linear
 
 EXP_FLOOR = -87.33654
 _LN2 = 0.69314718055994530942
@@ -49,7 +50,7 @@ def logprob(logits_TV: Tensor, targets_T: Tensor, temperature_T: Tensor) -> tupl
     """(lp, row maximum, log of the row sum), each fp32 [T]."""
     rows, vocabulary = logits_TV.shape
     z = logits_TV / temperature_T[:, None]
-    row_max = z.amax(dim=1)
+    row_max = z.amax(dim=1) + 0.0  # one zero, not two
     lanes = torch.zeros(rows, LANES, dtype=torch.float32, device=z.device)
     for v in range(0, vocabulary, LANES):
         terms = exp_or_zero(z[:, v : v + LANES] - row_max[:, None])
@@ -57,7 +58,7 @@ def logprob(logits_TV: Tensor, targets_T: Tensor, temperature_T: Tensor) -> tupl
         lanes[:, :width] = lanes[:, :width] + terms
     log_sum = log32(sum_lanes(lanes))
     chosen = z.gather(1, targets_T[:, None])[:, 0]
-    return (chosen - row_max) - log_sum, row_max, log_sum
+    return (chosen - row_max) - log_sum, torch.where(log_sum.isnan(), log_sum, row_max), log_sum
 
 
 def grad_logits(
@@ -67,9 +68,16 @@ def grad_logits(
     row_max_T: Tensor,
     log_sum_T: Tensor,
     grad_T: Tensor,
+    out_TV: Tensor | None = None,
 ) -> Tensor:
-    """d_logits fp32 [T, V] from the saved row maximum and log of the row sum."""
+    """d_logits fp32 [T, V] from the saved row maximum and log of the row sum, into ``out`` if given."""
     z = logits_TV / temperature_T[:, None]
     p = exp_or_zero((z - row_max_T[:, None]) - log_sum_T[:, None])
     onehot = torch.zeros_like(z).scatter_(1, targets_T[:, None], 1.0)
-    return (grad_T[:, None] * (onehot - p)) / temperature_T[:, None]
+    d_logits = (grad_T[:, None] * (onehot - p)) / temperature_T[:, None]
+    return d_logits if out_TV is None else out_TV.copy_(d_logits)
+
+
+def lm_head(h_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tensor:
+    """fp32 logits [T, V]: ``lm_head.chain.*.cpu.v1``, the chain of :func:`.linear.linear` unrounded."""
+    return linear(h_TH, weight_VH, bias_V, torch.float32)

@@ -1,0 +1,165 @@
+"""Linear layers whose every output is one chain of FMAs, whatever the batch.
+
+    y[t, n] = round(fma(x[t, K-1], W[n, K-1], ... fma(x[t, 0], W[n, 0], +0)) + b[n])
+
+Contract ``linear.chain.<dtype>.cpu.v1``: fp32 accumulator, k ascending, bias added in fp32, one rounding.
+A row's bits depend on that row and the weights alone: not on the number of rows, their order, their
+neighbours or the thread count. dX is the same chain over n; dW and db are chains over tokens in the
+order of the call, and ``accumulate_into=`` continues a chain, so that any split into micro-batches gives
+the bits of the whole batch. bf16 operands are widened exactly.
+
+Packed weights are kept between calls without a gradient (see :mod:`.packs` for when they are dropped).
+``pytest tests/kernels/linear`` exercises it; ``zm kernels bench`` shows its speed beside stock torch.
+
+Left out on purpose: fp16 (no contract on the CPU), sparse and quantised weights, other devices.
+
+Legend: T rows (tokens), K inputs, N outputs.
+"""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dispatch import choose
+from ..errors import ContractError
+from . import cpu as _cpu  # noqa: F401  (registers the contracts)
+from .packs import forget, forget_all, kept_bytes, scoped
+
+__all__ = [
+    "apply_chain",
+    "check",
+    "contract_id",
+    "forget",
+    "forget_all",
+    "grad_bias",
+    "grad_input",
+    "grad_weight",
+    "kept_bytes",
+    "linear",
+    "scoped",
+]
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
+
+
+def contract_id(op: str, dtype: torch.dtype) -> str:
+    """The chain contract of ``linear``, ``lm_head`` or ``linear_grad_*`` at a dtype."""
+    return f"{op}.chain.{_NAMES[dtype]}.cpu.v1"
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``x[..., K]`` times ``weight[N, K]`` transposed, plus ``bias[N]``: ``[..., N]``.
+
+    fp32 or bf16 CPU tensors of one dtype, any strides, any number of rows. ``out_dtype``: float32 keeps
+    the accumulator of a bf16 product; default is the dtype of x. Differentiable once. Raises
+    ContractError for other dtypes, devices or shapes.
+    """
+    check(x, weight, bias, out_dtype)
+    return apply_chain("linear", x, weight, bias, out_dtype or x.dtype)
+
+
+def apply_chain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """:func:`linear` under the name of another site class with the same definition (``lm_head``)."""
+    lead = x.shape[:-1]
+    x_TK = x.reshape(math.prod(lead), weight.shape[1])
+    wants_grad = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
+    )
+    if wants_grad:
+        y_TN = _Linear.apply(op, x_TK, weight, bias, out_dtype)
+    else:
+        y_TN = choose(contract_id(op, x.dtype)).run(x_TK.contiguous(), weight, bias, out_dtype)
+    return y_TN.view(*lead, weight.shape[0])
+
+
+def grad_input(grad_TN: Tensor, weight_NK: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """dX ``[T, K]``: per element one chain over n ascending, rounded once (to the weight's dtype)."""
+    run = choose(contract_id("linear_grad_input", weight_NK.dtype)).run
+    return run(grad_TN.contiguous(), weight_NK.detach().contiguous(), out_dtype)
+
+
+def grad_weight(
+    grad_TN: Tensor,
+    x_TK: Tensor,
+    *,
+    accumulate_into: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """dW ``[N, K]``: per element one chain over tokens, in the order of the rows.
+
+    accumulate_into: contiguous fp32 ``[N, K]``; the chain continues from it, in place, and it is
+    returned. Without it the chain starts at +0 and is rounded to ``out_dtype`` (fp32 by default).
+    """
+    _check_accumulator(accumulate_into, (grad_TN.shape[1], x_TK.shape[1]))
+    run = choose(contract_id("linear_grad_weight", x_TK.dtype)).run
+    return run(grad_TN.contiguous(), x_TK.contiguous(), accumulate_into, out_dtype, accumulate_into)
+
+
+def grad_bias(
+    grad_TN: Tensor, *, accumulate_into: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """db ``[N]``: one chain over tokens; ``accumulate_into`` as in :func:`grad_weight`."""
+    _check_accumulator(accumulate_into, (grad_TN.shape[1],))
+    run = choose(contract_id("linear_grad_bias", grad_TN.dtype)).run
+    return run(grad_TN.contiguous(), accumulate_into, out_dtype, accumulate_into)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, op: str, x_TK: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
+        x_TK = x_TK.contiguous()
+        ctx.save_for_backward(x_TK, weight)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        with scoped(weight, trains=ctx.needs_input_grad[2]):
+            return choose(contract_id(op, x_TK.dtype)).run(x_TK, weight, bias, out_dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+        x_TK, weight = ctx.saved_tensors
+        _, wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        grad_TN = grad_TN.contiguous()
+        return (
+            None,
+            grad_input(grad_TN, weight) if wants_x else None,
+            grad_weight(grad_TN, x_TK, out_dtype=weight.dtype) if wants_weight else None,
+            grad_bias(grad_TN, out_dtype=ctx.bias_dtype) if wants_bias else None,
+            None,
+        )
+
+
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    if x.dtype not in _NAMES or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+        raise ContractError(
+            f"linear takes float32 or bfloat16, the same for all tensors, not x {x.dtype}, weight "
+            f"{weight.dtype}{'' if bias is None else f', bias {bias.dtype}'}; convert them first"
+        )
+    if x.device.type != "cpu" or weight.device.type != "cpu":
+        raise ContractError(
+            f"linear has no contract for {x.device} and {weight.device}; move both to the CPU"
+        )
+    fits = weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    if not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ContractError(
+            f"linear needs x [..., K], weight [N, K], bias [N], not {tuple(x.shape)}, {tuple(weight.shape)}, "
+            f"{None if bias is None else tuple(bias.shape)}; check which weight belongs to this layer"
+        )
+    if out_dtype not in (None, torch.float32, x.dtype):
+        raise ContractError(f"linear rounds to {x.dtype} or float32, not {out_dtype}; cast the result")
+
+
+def _check_accumulator(accumulator: Tensor | None, shape: tuple[int, ...]) -> None:
+    if accumulator is None:
+        return
+    if accumulator.dtype != torch.float32 or accumulator.shape != shape or not accumulator.is_contiguous():
+        raise ContractError(
+            f"accumulate_into must be contiguous float32 {shape}, not {accumulator.dtype} "
+            f"{tuple(accumulator.shape)}; allocate it with torch.zeros{shape}"
+        )

@@ -1,0 +1,123 @@
+"""Linear on the CPU: contracts and the compiled core's variants as implementations.
+
+Four operations for each of fp32 and bf16, all by the same GEMM (``kernels/cpu/gemm.h``):
+
+    linear.chain              y  = round(x W^T + b)   over packed panels of W
+    linear_grad_input.chain   dX = round(dY W)        rows of W are the reduced axis
+    linear_grad_weight.chain  dW = dY^T X             tokens are the reduced axis
+    linear_grad_bias.chain    db = 1 dY               tokens again; 1 * dy is exact
+
+Signatures are those of ``kernels/reference/linear.py``. Threads come from ``torch.get_num_threads``.
+"""
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..contract import Contract, Implementation, register_contract, register_implementation
+from ..cpu.load import VARIANTS, core, missing
+from .packs import panels_of
+
+_ORDER = "one fp32 FMA chain per output, {axis} ascending, from +0 or the given accumulator"
+_ROUNDING = "operands widened exactly, chain in fp32, one rounding to nearest even at the end"
+
+
+def linear(
+    variant: str,
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """[T, N] in ``out_dtype``."""
+    rows, inputs = x_TK.shape
+    outputs = weight_NK.shape[0]
+    out = torch.empty(rows, outputs, dtype=out_dtype or x_TK.dtype)
+    core(variant).call(
+        "gemm", x_TK, x_TK.dtype == torch.bfloat16, panels_of(weight_NK), None if bias_N is None else bias_N.float(),
+        out, out.dtype == torch.bfloat16, rows, outputs, inputs, torch.get_num_threads(),
+    )  # fmt: skip
+    return out
+
+
+def grad_input(
+    variant: str, grad_TN: Tensor, weight_NK: Tensor, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """dX [T, K]."""
+    out = torch.empty(grad_TN.shape[0], weight_NK.shape[1], dtype=out_dtype or weight_NK.dtype)
+    return _product(variant, grad_TN, False, weight_NK, None, out)
+
+
+def grad_weight(
+    variant: str,
+    grad_TN: Tensor,
+    x_TK: Tensor,
+    initial_NK: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_NK: Tensor | None = None,
+) -> Tensor:
+    """dW [N, K], from ``initial`` (fp32) and into ``out`` where given; both may be one tensor."""
+    if out_NK is None:
+        out_NK = torch.empty(grad_TN.shape[1], x_TK.shape[1], dtype=out_dtype or torch.float32)
+    return _product(variant, grad_TN, True, x_TK, initial_NK, out_NK)
+
+
+def grad_bias(
+    variant: str,
+    grad_TN: Tensor,
+    initial_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out_N: Tensor | None = None,
+) -> Tensor:
+    """db [N], from ``initial`` (fp32) and into ``out`` where given."""
+    if out_N is None:
+        out_N = torch.empty(grad_TN.shape[1], dtype=out_dtype or torch.float32)
+    ones = torch.ones(1, grad_TN.shape[0])
+    initial = None if initial_N is None else initial_N[None]
+    return _product(variant, ones, False, grad_TN, initial, out_N[None])[0]
+
+
+def _product(
+    variant: str, a: Tensor, a_transposed: bool, b_KN: Tensor, initial_MN: Tensor | None, out_MN: Tensor
+) -> Tensor:
+    inputs, outputs = b_KN.shape
+    core(variant).call(
+        "gemm_rows", a, a.dtype == torch.bfloat16, a_transposed, b_KN, b_KN.dtype == torch.bfloat16, initial_MN,
+        out_MN, out_MN.dtype == torch.bfloat16, out_MN.shape[0], outputs, inputs, torch.get_num_threads(),
+    )  # fmt: skip
+    return out_MN
+
+
+_OPERATIONS = {
+    "linear": (linear, "y = round(sum_k x[t, k] W[n, k] + b[n])", "inputs k"),
+    "linear_grad_input": (grad_input, "dX = round(sum_n dY[t, n] W[n, k])", "outputs n"),
+    "linear_grad_weight": (grad_weight, "dW = sum_t dY[t, n] X[t, k]", "tokens t"),
+    "linear_grad_bias": (grad_bias, "db = sum_t dY[t, n]", "tokens t"),
+}
+
+for _op, (_function, _formula, _axis) in _OPERATIONS.items():
+    for _dtype in ("float32", "bfloat16"):
+        _contract = register_contract(
+            Contract(
+                id=f"{_op}.chain.{_dtype}.cpu.v1",
+                op=_op,
+                dtype=_dtype,
+                device="cpu",
+                formula=_formula,
+                order=_ORDER.format(axis=_axis),
+                rounding=_ROUNDING,
+                functions="fma",
+                reference=f"zeromismatch.kernels.reference.linear:{_function.__name__}",
+                gradient_rtol=1e-4 if _dtype == "float32" else 2e-2,
+            )
+        )
+        for _variant in VARIANTS:
+            register_implementation(
+                Implementation(
+                    contract=_contract.id,
+                    name=f"core-{_variant}",
+                    run=partial(_function, _variant),
+                    missing=partial(missing, _variant),
+                )
+            )

@@ -1,0 +1,117 @@
+"""LM head and logprob in one function that never holds the logits of all rows.
+
+Rows are independent, so blocks of rows are schedule: the bits are those of ``logprob(lm_head(h))``.
+Forward keeps two numbers per row, the maximum and the log of the sum. Backward computes the logits of
+each block again, turns them into their gradient in place, and adds to dH (row by row) and to dW and db
+(one chain over all tokens, ascending: each block continues where the one before stopped).
+
+A block holds at most BLOCK_FLOATS logits, and at most MOST_ROWS rows. Measured on 2 cores at V = 49152:
+256 rows cost 6 % less than 64, since every block reads and writes all of dW once.
+
+Legend: T rows, V vocabulary, H width.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..dispatch import choose
+from ..errors import ContractError
+from ..linear import check as check_linear
+from ..linear import contract_id, grad_bias, grad_input, grad_weight, scoped
+from .rows import grad_rows, logprob_rows, targets_and_temperature
+
+BLOCK_FLOATS = 1 << 24
+MOST_ROWS, LEAST_ROWS = 256, 16
+
+
+def lm_head_logprob(
+    h_TH: Tensor,
+    weight_VH: Tensor,
+    targets_T: Tensor,
+    bias_V: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
+) -> Tensor:
+    """fp32 ``[T]``: bit-equal to ``logprob(lm_head(h, weight, bias), targets, temperature)``.
+
+    h, weight, bias: fp32 or bf16 CPU tensors of one dtype. Differentiable once in all three; the
+    gradients are rounded once to their dtype. Raises ContractError as the two functions do.
+    """
+    check_linear(h_TH, weight_VH, bias_V, torch.float32)
+    if h_TH.dim() != 2:
+        raise ContractError(f"h must be [T, H], not {tuple(h_TH.shape)}; flatten the leading axes first")
+    rows, vocabulary = h_TH.shape[0], weight_VH.shape[0]
+    targets_T, temperature_T = targets_and_temperature(targets_T, temperature, rows, vocabulary)
+    wants_grad = torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (h_TH, weight_VH, bias_V)
+    )
+    if wants_grad:
+        return _LmHeadLogprob.apply(h_TH, weight_VH, bias_V, targets_T, temperature_T)
+    return _forward(h_TH.contiguous(), weight_VH, bias_V, targets_T, temperature_T)[0]
+
+
+def _blocks(rows: int, vocabulary: int) -> Iterator[slice]:
+    size = max(LEAST_ROWS, min(MOST_ROWS, BLOCK_FLOATS // max(1, vocabulary)))
+    for start in range(0, rows, size):
+        yield slice(start, min(rows, start + size))
+
+
+def _forward(
+    h_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, targets_T: Tensor, temperature_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    head = choose(contract_id("lm_head", h_TH.dtype)).run
+    lp_T, row_max_T, log_sum_T = (torch.empty(h_TH.shape[0], dtype=torch.float32) for _ in range(3))
+    for block in _blocks(h_TH.shape[0], weight_VH.shape[0]):
+        logits = head(h_TH[block], weight_VH, bias_V)
+        lp_T[block], row_max_T[block], log_sum_T[block] = logprob_rows(
+            logits, targets_T[block], temperature_T[block]
+        )
+    return lp_T, row_max_T, log_sum_T
+
+
+class _LmHeadLogprob(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        h_TH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        targets_T: Tensor,
+        temperature_T: Tensor,
+    ) -> Tensor:
+        h_TH = h_TH.contiguous()
+        with scoped(weight_VH, trains=ctx.needs_input_grad[1]):
+            lp_T, row_max_T, log_sum_T = _forward(h_TH, weight_VH, bias_V, targets_T, temperature_T)
+        ctx.save_for_backward(h_TH, weight_VH, bias_V, targets_T, temperature_T, row_max_T, log_sum_T)
+        return lp_T
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+        h_TH, weight_VH, bias_V, *row_tensors = ctx.saved_tensors
+        wants_h, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        d_h = torch.empty_like(h_TH) if wants_h else None
+        d_weight = torch.zeros(weight_VH.shape, dtype=torch.float32) if wants_weight else None
+        d_bias = torch.zeros(weight_VH.shape[0], dtype=torch.float32) if wants_bias else None
+        head = choose(contract_id("lm_head", h_TH.dtype)).run
+        grad_T = grad_T.contiguous()
+        with scoped(weight_VH, trains=wants_weight):
+            for block in _blocks(h_TH.shape[0], weight_VH.shape[0]):
+                logits = head(h_TH[block], weight_VH, bias_V)
+                d_logits = grad_rows(logits, *(t[block] for t in row_tensors), grad_T[block], logits)
+                if d_h is not None:
+                    d_h[block] = grad_input(d_logits, weight_VH)
+                if d_weight is not None:
+                    grad_weight(d_logits, h_TH[block], accumulate_into=d_weight)
+                if d_bias is not None:
+                    grad_bias(d_logits, accumulate_into=d_bias)
+        return (
+            d_h,
+            None if d_weight is None else d_weight.to(weight_VH.dtype),
+            None if d_bias is None or bias_V is None else d_bias.to(bias_V.dtype),
+            None,
+            None,
+        )
