@@ -37,19 +37,21 @@ class Core:
         entry(*[_convert(argument) for argument in arguments])
 
 
+_CONVERTERS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float, type(None): ctypes.c_void_p}
+
+
 def _convert(argument: Any) -> Any:
-    if isinstance(argument, torch.Tensor):
-        if not argument.is_contiguous() or argument.device.type != "cpu":
-            raise ContractError(
-                "the CPU core takes contiguous CPU tensors; call .contiguous() first "
-                f"(got {argument.device.type}, strides {argument.stride()})"
-            )
-        return ctypes.c_void_p(argument.data_ptr())
-    if argument is None:
-        return ctypes.c_void_p(None)
-    if isinstance(argument, bool | int):
-        return ctypes.c_int64(argument)
-    return ctypes.c_float(argument)
+    converter = _CONVERTERS.get(type(argument))  # isinstance(number, Tensor) would cost 0.3 us each
+    if converter is not None:
+        return converter(argument)
+    if not isinstance(argument, torch.Tensor):
+        raise ContractError(f"the CPU core takes tensors and numbers, not {type(argument).__name__}; convert it")
+    if not argument.is_contiguous() or not argument.is_cpu:
+        raise ContractError(
+            "the CPU core takes contiguous CPU tensors; call .contiguous() first "
+            f"(got {argument.device.type}, strides {argument.stride()})"
+        )
+    return ctypes.c_void_p(argument.data_ptr())
 
 
 @functools.cache

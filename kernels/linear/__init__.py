@@ -63,18 +63,17 @@ def linear(
     return apply_chain("linear", x, weight, bias, out_dtype or x.dtype)
 
 
-def apply_chain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """:func:`linear` under the name of another site class with the same definition (``lm_head``)."""
-    lead = x.shape[:-1]
-    x_TK = x.reshape(math.prod(lead), weight.shape[1])
+def apply_chain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, *rounding: torch.dtype) -> Tensor:
+    """What ``linear`` and ``lm_head`` share; ``rounding`` is the output dtype where the contract has one."""
+    x_TK = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), weight.shape[1])
     wants_grad = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
     )
     if wants_grad:
-        y_TN = _Linear.apply(op, x_TK, weight, bias, out_dtype)
+        y_TN = _Linear.apply(op, x_TK, weight, bias, *rounding)
     else:
-        y_TN = choose(contract_id(op, x.dtype)).run(x_TK.contiguous(), weight, bias, out_dtype)
-    return y_TN.view(*lead, weight.shape[0])
+        y_TN = choose(contract_id(op, x.dtype)).run(x_TK.contiguous(), weight, bias, *rounding)
+    return y_TN if x.dim() == 2 else y_TN.view(*x.shape[:-1], weight.shape[0])
 
 
 def grad_input(grad_TN: Tensor, weight_NK: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -112,26 +111,26 @@ def grad_bias(
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, op: str, x_TK: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
+        ctx: Any, op: str, x_TK: Tensor, weight: Tensor, bias: Tensor | None, *rounding: torch.dtype
     ) -> Tensor:
         x_TK = x_TK.contiguous()
         ctx.save_for_backward(x_TK, weight)
         ctx.bias_dtype = None if bias is None else bias.dtype
         with scoped(weight, trains=ctx.needs_input_grad[2]):
-            return choose(contract_id(op, x_TK.dtype)).run(x_TK, weight, bias, out_dtype)
+            return choose(contract_id(op, x_TK.dtype)).run(x_TK, weight, bias, *rounding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
         x_TK, weight = ctx.saved_tensors
-        _, wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        _, wants_x, wants_weight, wants_bias, *rounding = ctx.needs_input_grad
         grad_TN = grad_TN.contiguous()
         return (
             None,
             grad_input(grad_TN, weight) if wants_x else None,
             grad_weight(grad_TN, x_TK, out_dtype=weight.dtype) if wants_weight else None,
             grad_bias(grad_TN, out_dtype=ctx.bias_dtype) if wants_bias else None,
-            None,
+            *(None for _ in rounding),
         )
 
 
@@ -141,7 +140,7 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
             f"linear takes float32 or bfloat16, the same for all tensors, not x {x.dtype}, weight "
             f"{weight.dtype}{'' if bias is None else f', bias {bias.dtype}'}; convert them first"
         )
-    if x.device.type != "cpu" or weight.device.type != "cpu":
+    if not (x.is_cpu and weight.is_cpu):
         raise ContractError(
             f"linear has no contract for {x.device} and {weight.device}; move both to the CPU"
         )

@@ -35,7 +35,7 @@ def lm_head(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     fp32 or bf16 CPU tensors of one dtype. Differentiable once. Raises ContractError otherwise.
     """
     check_linear(h, weight, bias, torch.float32)
-    return apply_chain("lm_head", h, weight, bias, torch.float32)
+    return apply_chain("lm_head", h, weight, bias)
 
 
 def logprob(logits_TV: Tensor, targets_T: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
