@@ -321,9 +321,11 @@ static void attend_tile(const Attention<T>& a, const Tile& tile) {
   }
 }
 
-// The first request that would read outside its block table or the cache, or -1.
+// The first request that would read outside its block table or the cache, or -1; `requests` when the
+// requests do not cover the rows.
 template <class T>
-static int64_t first_bad_request(const Attention<T>& a, int64_t num_pages) {
+static int64_t first_bad_request(const Attention<T>& a, int64_t rows, int64_t num_pages) {
+  if (a.query_start[0] != 0 || a.query_start[a.requests] != rows) return a.requests;
   for (int64_t b = 0; b < a.requests; b++) {
     int64_t pages = ((int64_t)a.kv_len[b] + PAGE - 1) / PAGE;
     if (a.queries(b) < 0 || a.queries(b) > a.kv_len[b] || pages > a.max_pages) return b;
@@ -344,7 +346,7 @@ static void write_pages(U* k_pages, U* v_pages, const U* k, const U* v, const in
       int64_t page = (slot[t] / PAGE * kv_heads + h) * PAGE * dim, offset = slot[t] % PAGE;
       const U *k_row = k + (t * kv_heads + h) * dim, *v_row = v + (t * kv_heads + h) * dim;
       for (int64_t d = 0; d < dim; d++) k_pages[page + d * PAGE + offset] = k_row[d];
-      memcpy(v_pages + page + offset * dim, v_row, dim * sizeof(U));
+      if (v_pages) memcpy(v_pages + page + offset * dim, v_row, dim * sizeof(U));
     }
 }
 
@@ -356,25 +358,27 @@ static void write_pages(U* k_pages, U* v_pages, const U* k, const U* v, const in
 
 extern "C" {
 
-// bad[0]: -1, or the first request that would read outside (then nothing is computed).
+// bad[0]: what first_bad_request found; nothing is computed unless it is -1.
 void ZM_EXPORT(attention)(const void* q, const void* k, const void* v, const int32_t* query_start,
                           const int32_t* kv_len, const int32_t* block_table, const float* sinks, void* out,
-                          float* m, float* l, int64_t* bad, int64_t num_pages, int64_t requests,
-                          int64_t max_pages, int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
-                          float scale, float softcap, int64_t bf16, int64_t threads) {
+                          float* m, float* l, int64_t* bad, int64_t rows, int64_t num_pages,
+                          int64_t requests, int64_t max_pages, int64_t heads, int64_t kv_heads,
+                          int64_t dim, int64_t window, float scale, float softcap, int64_t bf16,
+                          int64_t threads) {
   using namespace ZM_NAMESPACE;
   if (bf16) {
     Attention<uint16_t> a ZM_ATTENTION_FIELDS(uint16_t);
-    if ((bad[0] = first_bad_request(a, num_pages)) < 0)
+    if ((bad[0] = first_bad_request(a, rows, num_pages)) < 0)
       for_each_tile(a, (int)threads, [&](const Tile& t) { attend_tile(a, t); });
   } else {
     Attention<float> a ZM_ATTENTION_FIELDS(float);
-    if ((bad[0] = first_bad_request(a, num_pages)) < 0)
+    if ((bad[0] = first_bad_request(a, rows, num_pages)) < 0)
       for_each_tile(a, (int)threads, [&](const Tile& t) { attend_tile(a, t); });
   }
 }
 
-// Bit copies into the page layout; `bytes` is the element size. Equal slots: the later token wins.
+// Bit copies into the page layout; `bytes` is the element size, v_pages may be null. Equal slots: the
+// later token wins.
 void ZM_EXPORT(write_kv)(void* k_pages, void* v_pages, const void* k, const void* v, const int64_t* slot,
                          int64_t tokens, int64_t kv_heads, int64_t dim, int64_t bytes, int64_t threads) {
   using namespace ZM_NAMESPACE;

@@ -1,18 +1,19 @@
 """The definition of ``attention.pages16``: causal attention over pages of 16 keys.
 
-One query row at absolute position t sees keys j with max(0, t - window + 1) <= j <= t. It walks the pages
-of absolute positions 16 b .. 16 b + 15 in ascending order, from state m = -inf, l = 16 lanes of 0, acc = 0
-(with a finite sink: m = sink, l = (1, 0, ... 0)):
+One query row at absolute position t sees keys j with max(0, t - window + 1) <= j <= t. It walks
+the pages of absolute positions 16 b .. 16 b + 15 in ascending order, from state m = -inf, l = 16
+lanes of 0, acc = 0 (with a finite sink: m = sink, l = (1, 0, ... 0)):
 
     s   = (one FMA chain over d, ascending, from 0) * scale          lane = key position % 16
     s   = cap * tanh(s / cap)                                        with softcap
     if the largest visible s exceeds m: it becomes m', l and acc are multiplied by exp(m - m')
     p   = exp(s - m), 0 in invisible lanes;  l = l + p
-    acc = one FMA chain over the page's visible keys, ascending: acc + p * V; invisible keys are skipped
+    acc = one FMA chain over the page's visible keys, ascending: acc + p * V; others are skipped
     o   = round(acc / sum_lanes(l))
 
-exp is exp.cpu.v1, tanh is tanh.cpu.v1, all arithmetic fp32, K and V widened exactly from storage. Query head
-h reads kv head h // (H // HK). m and sum_lanes(l) are returned for the backward. Frozen.
+exp is exp.cpu.v1, tanh is tanh.cpu.v1, all arithmetic fp32, K and V widened exactly from storage.
+Query head h reads kv head h // (H // HK). m and sum_lanes(l) are returned for the backward.
+Frozen.
 """
 
 import torch
@@ -37,13 +38,13 @@ def attention(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``out [T, H, D], m [T, H], l [T, H]`` for ``q [T, H, D]`` over CPU pages.
+    """``out [T, H, D]``, final ``m`` and sum ``[T, H]`` for ``q [T, H, D]`` over CPU pages.
 
     k_pages [P, HK, D, 16] and v_pages [P, HK, 16, D]; int32 query_start [B + 1], kv_len [B],
     block_table [B, max_pages]. Request b's rows are the last ones of its kv_len[b] positions.
     """
     out = torch.zeros_like(q)
-    m, l = (torch.zeros(q.shape[:2], dtype=torch.float32) for _ in range(2))
+    peak, total = (torch.zeros(q.shape[:2], dtype=torch.float32) for _ in range(2))
     for b in range(kv_len.numel()):
         rows = slice(int(query_start[b]), int(query_start[b + 1]))
         count, length = rows.stop - rows.start, int(kv_len[b])
@@ -52,9 +53,10 @@ def attention(
         table = block_table[b, : -(-length // PAGE)].long()
         position = torch.arange(length - count, length)
         one = _Request(position, scale, window, softcap, sinks)
-        out_b, m[rows], l[rows] = one.attend(q[rows].float(), k_pages[table].float(), v_pages[table].float())
-        out[rows] = out_b.to(q.dtype)
-    return out, m, l
+        keys, values = k_pages[table].float(), v_pages[table].float()
+        result, peak[rows], total[rows] = one.attend(q[rows].float(), keys, values)
+        out[rows] = result.to(q.dtype)
+    return out, peak, total
 
 
 class _Request:

@@ -1,14 +1,14 @@
 """The definition of ``rmsnorm.lanes16``: RMSNorm in fp32 with one written order.
 
     s      = round(x + residual), or x
-    sumsq  = 16 lanes; column c goes to lane c % 16 by one FMA, columns ascending; then the lane tree
+    sumsq  = 16 lanes, column c in lane c % 16, one FMA each, ascending; then the lane tree
     r      = 1 / sqrt(sumsq / H + eps)              each step one fp32 operation
     y      = round(round(s * r) * w)                Llama: the normalised value is rounded first
     y      = round((s * r) * (1 + w))               unit_offset (Gemma): one rounding at the end
 
-Missing columns of a last partial chunk are zeros, whose FMA changes nothing. The square root is taken in
-fp64 and rounded, which gives the correctly rounded fp32 root; torch's own fp32 ``sqrt`` is one ulp off in
-places, and where depends on the element's position in the tensor. Frozen.
+Missing columns of a last partial chunk are zeros, whose FMA changes nothing. The square root is
+taken in fp64 and rounded, which gives the correctly rounded fp32 root; torch's own fp32 ``sqrt``
+is one ulp off in places, and where depends on the element's position in the tensor. Frozen.
 """
 
 import torch

@@ -5,10 +5,12 @@ Table, for position t and frequency i, all in fp64 without FMA, rounded once to 
     angle = t * inv_freq[i];  n = round_even(angle * 2/pi);  r = ((angle - n P1) - n P2) - n P3
     sin, cos of r: fdlibm's kernel polynomials;  quadrant n mod 4;  times scaling
 
-``n P1`` and ``n P2`` are exact for up to 2**20 quarter turns (P1, P2, P3: pi/2 in pieces of 33 bits), so the
-angle's own rounding is the largest error. Plain + - * only: any IEEE machine gives the same bits.
+``n P1`` and ``n P2`` are exact for up to 2**20 quarter turns (P1, P2, P3: pi/2 in pieces of 33
+bits), so the angle's own rounding is the largest error. Plain + - * only: any IEEE machine gives
+the same bits.
 
-Rotation of a head with columns (a, b), each half of the table's width; further columns are copied:
+Rotation of a head with columns (a, b), each half of the table's width; further columns are
+copied:
 
     (a, b) -> (a cos_a - b sin_a,  b cos_b + a sin_b)       fp32, no FMA, one rounding to x's dtype
 
@@ -30,7 +32,9 @@ _COSINE = (
 )
 
 
-def rotary_table(inv_freq: Tensor, positions: Tensor, scaling: float = 1.0) -> tuple[Tensor, Tensor]:
+def rotary_table(
+    inv_freq: Tensor, positions: Tensor, scaling: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """``cos, sin`` fp32 ``[T, 2 n]`` for fp64 frequencies ``[n]`` and int64 positions ``[T]``."""
     angle = positions.to(torch.float64)[:, None] * inv_freq[None, :]
     n = torch.round(angle * _TWO_OVER_PI)
