@@ -32,7 +32,7 @@ setup(
         Extension(
             "zeromismatch.kernels.cpu._core",
             sources=[f"kernels/cpu/core_{variant}.cpp" for variant in VARIANTS],
-            depends=[f"kernels/cpu/{name}.h" for name in HEADERS],
+            depends=[str(header) for header in sorted(Path("kernels/cpu").glob("*.h"))],
             extra_compile_args=[*FLAGS, "-fvisibility=default"],
             extra_link_args=["-fopenmp"],
             optional=True,
