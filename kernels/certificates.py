@@ -88,7 +88,7 @@ class Certificate(BaseModel):
     output_digest: str
     """Digest of all expected outputs, from the contract's reference."""
     sources: dict[str, str]
-    """Digests of all code that makes the number: implementation, reference, compiled core."""
+    """Digests of all code that makes the number: implementation, operators, compiled core."""
     environment: Environment
     seconds: float
     speed_ns: float | None = None
@@ -159,16 +159,24 @@ def _folder_of(function: Any) -> Path:
     return Path(str(inspect.getsourcefile(inspect.unwrap(function)))).resolve().parent
 
 
+@functools.cache
+def _operators_digest(device: str) -> str:
+    """All operator folders of this package, references included; without GPU code on a CPU."""
+    folders = sorted(path for path in Path(__file__).resolve().parent.iterdir() if path.is_dir())
+    total = hashlib.blake2b(digest_size=16)
+    for path in (path for folder in folders for path in sorted(folder.glob("*.py"))):
+        if device != "cpu" or not (path.name.startswith("gpu") or path.parent.name == "gpu"):
+            total.update(f"{path.parent.name}/{path.name}".encode() + b"\0" + path.read_bytes())
+    return total.hexdigest()
+
+
 def sources(contract: Contract, implementation: Implementation) -> dict[str, str]:
-    """Digests of the folders whose code makes the number, and of the compiled core on a CPU."""
-    here = Path(__file__).resolve().parent
+    """Digests of all code that may make the number; operators use one another, so all of them count."""
     digests = {
         "implementation": _folder_digest(_folder_of(implementation.run)),
-        "reference": _folder_digest(here / "reference"),
+        "operator": _operators_digest(contract.device),
     }
-    if contract.device == "cpu":
-        return {**digests, "core": library_digest()}
-    return {**digests, "gpu": _folder_digest(here / "gpu")}
+    return {**digests, "core": library_digest()} if contract.device == "cpu" else digests
 
 
 def path_of(contract: Contract, implementation: str, key: tuple[int, ...]) -> Path:

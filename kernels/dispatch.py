@@ -27,6 +27,8 @@ from .errors import ContractError, DiskError, NotCertifiedError
 if TYPE_CHECKING:
     from .certificates import Certificate
 
+TIE = 1.1  # speeds this close count as equal: the order of registration decides
+
 _CHOSEN: dict[tuple[str, tuple[int, ...]], Implementation] = {}
 _DECIDING = threading.RLock()
 
@@ -91,7 +93,9 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
             if not held[each.name].admitted:
                 _warn(f"{each.name} may not serve {contract_id}: it {held[each.name].reason}")
         if admitted:
-            chosen = min(admitted, key=lambda each: held[each.name].speed_ns or float("inf"))
+            speeds = {each.name: held[each.name].speed_ns or float("inf") for each in admitted}
+            bar = TIE * min(speeds.values())
+            chosen = next(each for each in admitted if speeds[each.name] <= bar)
         else:
             chosen = reference(contract_id)
             reasons = "; ".join(f"{name}: {why or 'refused'}" for name, why in missing.items())

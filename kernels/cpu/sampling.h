@@ -83,7 +83,7 @@ static int64_t sample_row(const float* logits, int64_t vocabulary, uint64_t key,
 extern "C" void ZM_EXPORT(sample)(const float* logits, const int64_t* seeds, const int64_t* positions,
                                   const float* temperature, int64_t rows, int64_t vocabulary, int64_t* out) {
   using namespace ZM_NAMESPACE;
-#pragma omp parallel for schedule(dynamic) if (rows > 1)
+#pragma omp parallel for schedule(dynamic) if (rows > 1 && rows * vocabulary > (1 << 14))
   for (int64_t row = 0; row < rows; row++) {
     uint64_t key = mix64(kGolden * (uint64_t)(positions[row] + 1) + mix64((uint64_t)seeds[row] ^ kSeedNoise));
     out[row] = sample_row(logits + row * vocabulary, vocabulary, key, temperature[row]);
