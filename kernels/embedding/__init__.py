@@ -2,13 +2,14 @@
 
     y[t] = W[ids[t]]        dW[v] = sum over t ascending, where ids[t] = v, of dY[t]
 
-Contracts ``embedding.gather.<dtype>.cpu.v1`` (a copy) and ``embedding_grad.scatter.<dtype>.cpu.v1``:
-per vocabulary row, tokens are added in fp32 in the order of the call, starting from +0 or, with
-``accumulate_into=``, from what earlier micro-batches left, so that a split batch has the bits of the
-whole. The autograd gradient is rounded once to the table's dtype.
+Contracts ``embedding.gather.<dtype>.cpu.v1`` (a copy) and
+``embedding_grad.scatter.<dtype>.cpu.v1``: per vocabulary row, tokens are added in fp32 in the order
+of the call, starting from +0 or, with ``accumulate_into=``, from what earlier micro-batches left,
+so that a split batch has the bits of the whole. The autograd gradient is rounded once to the
+table's dtype.
 
-Left out on purpose: ``padding_idx``, ``max_norm`` and scaling by frequency, which no model here uses.
-``pytest tests/kernels/embedding`` exercises it. Legend: T tokens, V vocabulary, H width.
+Left out on purpose: ``padding_idx``, ``max_norm`` and scaling by frequency, which no model here
+uses. ``pytest tests/kernels/embedding`` exercises it. Legend: T tokens, V vocabulary, H width.
 """
 
 from typing import Any
@@ -29,8 +30,8 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """``weight[V, H]`` at ``ids[...]`` (int64 or int32): ``[..., H]``, the dtype of the table.
 
-    Differentiable once in ``weight``. Raises ContractError for ids outside the table, and for tables
-    that are not fp32 or bf16 on the CPU.
+    Differentiable once in ``weight``. Raises ContractError for ids outside the table, and for
+    tables that are not fp32 or bf16 on the CPU.
     """
     _check(ids, weight)
     ids_T = ids.reshape(-1).to(torch.int64).contiguous()
@@ -57,7 +58,9 @@ def grad_weight(
         )
     _check_ids(ids_T, vocabulary)
     run = choose(f"embedding_grad.scatter.{_NAMES[grad_TH.dtype]}.cpu.v1").run
-    return run(grad_TH.contiguous(), ids_T.contiguous(), vocabulary, accumulate_into, accumulate_into)
+    return run(
+        grad_TH.contiguous(), ids_T.contiguous(), vocabulary, accumulate_into, accumulate_into
+    )
 
 
 def _gather(ids_T: Tensor, weight: Tensor) -> Tensor:
@@ -87,11 +90,13 @@ def _check(ids: Tensor, weight: Tensor) -> None:
         )
     if weight.device.type != "cpu" or ids.device.type != "cpu":
         raise ContractError(
-            f"embedding has no contract for ids on {ids.device} and a table on {weight.device}; move both "
-            "to the CPU"
+            f"embedding has no contract for ids on {ids.device} and a table on {weight.device}; "
+            "move both to the CPU"
         )
     if ids.dtype not in (torch.int64, torch.int32):
-        raise ContractError(f"token ids must be int64 or int32, not {ids.dtype}; convert them first")
+        raise ContractError(
+            f"token ids must be int64 or int32, not {ids.dtype}; convert them first"
+        )
     _check_ids(ids, weight.shape[0])
 
 
@@ -101,6 +106,6 @@ def _check_ids(ids: Tensor, vocabulary: int) -> None:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= vocabulary:
         raise ContractError(
-            f"token id {low if low < 0 else high} is outside the table of {vocabulary} rows; check that the "
-            "tokenizer belongs to this model"
+            f"token id {low if low < 0 else high} is outside the table of {vocabulary} rows; check "
+            "that the tokenizer belongs to this model"
         )

@@ -3,8 +3,8 @@
     embedding.gather       rows of the table, copied byte for byte
     embedding_grad.scatter per vocabulary row, the gradients of its tokens added in fp32, ascending
 
-Signatures are those of ``kernels/reference/embedding.py``. Threads own columns in the scatter, so no
-atomics exist and the order is the order of the tokens.
+Signatures are those of ``kernels/reference/embedding.py``. Threads own columns in the scatter, so
+no atomics exist and the order is the order of the tokens.
 """
 
 from functools import partial
@@ -21,7 +21,9 @@ def embedding(variant: str, ids_T: Tensor, weight_VH: Tensor) -> Tensor:
     rows, width = ids_T.shape[0], weight_VH.shape[1]
     out = torch.empty(rows, width, dtype=weight_VH.dtype)
     row_bytes = width * weight_VH.element_size()
-    core(variant).call("gather_rows", weight_VH, ids_T, out, rows, row_bytes, torch.get_num_threads())
+    core(variant).call(
+        "gather_rows", weight_VH, ids_T, out, rows, row_bytes, torch.get_num_threads()
+    )
     return out
 
 

@@ -2,14 +2,15 @@
 
     y[t, n] = round(fma(x[t, K-1], W[n, K-1], ... fma(x[t, 0], W[n, 0], +0)) + b[n])
 
-Contract ``linear.chain.<dtype>.cpu.v1``: fp32 accumulator, k ascending, bias added in fp32, one rounding.
-A row's bits depend on that row and the weights alone: not on the number of rows, their order, their
-neighbours or the thread count. dX is the same chain over n; dW and db are chains over tokens in the
-order of the call, and ``accumulate_into=`` continues a chain, so that any split into micro-batches gives
-the bits of the whole batch. bf16 operands are widened exactly.
+Contract ``linear.chain.<dtype>.cpu.v1``: fp32 accumulator, k ascending, bias added in fp32, one
+rounding. A row's bits depend on that row and the weights alone: not on the number of rows, their
+order, their neighbours or the thread count. dX is the same chain over n; dW and db are chains over
+tokens in the order of the call, and ``accumulate_into=`` continues a chain, so that any split into
+micro-batches gives the bits of the whole batch. bf16 operands are widened exactly.
 
-Packed weights are kept between calls without a gradient (see :mod:`.packs` for when they are dropped).
-``pytest tests/kernels/linear`` exercises it; ``zm kernels bench`` shows its speed beside stock torch.
+Packed weights are kept between calls without a gradient (see :mod:`.packs` for when they are
+dropped). ``pytest tests/kernels/linear`` exercises it; ``zm kernels bench`` shows its speed beside
+stock torch.
 
 Left out on purpose: fp16 (no contract on the CPU), sparse and quantised weights, other devices.
 
@@ -55,16 +56,18 @@ def linear(
 ) -> Tensor:
     """``x[..., K]`` times ``weight[N, K]`` transposed, plus ``bias[N]``: ``[..., N]``.
 
-    fp32 or bf16 CPU tensors of one dtype, any strides, any number of rows. ``out_dtype``: float32 keeps
-    the accumulator of a bf16 product; default is the dtype of x. Differentiable once. Raises
+    fp32 or bf16 CPU tensors of one dtype, any strides, any number of rows. ``out_dtype``: float32
+    keeps the accumulator of a bf16 product; default is the dtype of x. Differentiable once. Raises
     ContractError for other dtypes, devices or shapes.
     """
     check(x, weight, bias, out_dtype)
     return apply_chain("linear", x, weight, bias, out_dtype or x.dtype)
 
 
-def apply_chain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, *rounding: torch.dtype) -> Tensor:
-    """What ``linear`` and ``lm_head`` share; ``rounding`` is the output dtype where the contract has one."""
+def apply_chain(
+    op: str, x: Tensor, weight: Tensor, bias: Tensor | None, *rounding: torch.dtype
+) -> Tensor:
+    """What ``linear`` and ``lm_head`` share; ``rounding``: output dtype, where chosen."""
     x_TK = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), weight.shape[1])
     wants_grad = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (x, weight, bias)
@@ -76,8 +79,10 @@ def apply_chain(op: str, x: Tensor, weight: Tensor, bias: Tensor | None, *roundi
     return y_TN if x.dim() == 2 else y_TN.view(*x.shape[:-1], weight.shape[0])
 
 
-def grad_input(grad_TN: Tensor, weight_NK: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """dX ``[T, K]``: per element one chain over n ascending, rounded once (to the weight's dtype)."""
+def grad_input(
+    grad_TN: Tensor, weight_NK: Tensor, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """dX ``[T, K]``: one chain over n ascending each, rounded once (to the weight's dtype)."""
     run = choose(contract_id("linear_grad_input", weight_NK.dtype)).run
     return run(grad_TN.contiguous(), weight_NK.detach().contiguous(), out_dtype)
 
@@ -135,7 +140,12 @@ class _Linear(torch.autograd.Function):
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
-    if x.dtype not in _NAMES or weight.dtype != x.dtype or (bias is not None and bias.dtype != x.dtype):
+    """Raise ContractError where the linear contract does not cover these tensors."""
+    if (
+        x.dtype not in _NAMES
+        or weight.dtype != x.dtype
+        or (bias is not None and bias.dtype != x.dtype)
+    ):
         raise ContractError(
             f"linear takes float32 or bfloat16, the same for all tensors, not x {x.dtype}, weight "
             f"{weight.dtype}{'' if bias is None else f', bias {bias.dtype}'}; convert them first"
@@ -147,17 +157,24 @@ def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
     fits = weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
     if not fits or (bias is not None and bias.shape != weight.shape[:1]):
         raise ContractError(
-            f"linear needs x [..., K], weight [N, K], bias [N], not {tuple(x.shape)}, {tuple(weight.shape)}, "
-            f"{None if bias is None else tuple(bias.shape)}; check which weight belongs to this layer"
+            f"linear needs x [..., K], weight [N, K], bias [N], not {tuple(x.shape)}, "
+            f"{tuple(weight.shape)}, {None if bias is None else tuple(bias.shape)}; check which "
+            "weight belongs to this layer"
         )
     if out_dtype not in (None, torch.float32, x.dtype):
-        raise ContractError(f"linear rounds to {x.dtype} or float32, not {out_dtype}; cast the result")
+        raise ContractError(
+            f"linear rounds to {x.dtype} or float32, not {out_dtype}; cast the result"
+        )
 
 
 def _check_accumulator(accumulator: Tensor | None, shape: tuple[int, ...]) -> None:
     if accumulator is None:
         return
-    if accumulator.dtype != torch.float32 or accumulator.shape != shape or not accumulator.is_contiguous():
+    if (
+        accumulator.dtype != torch.float32
+        or accumulator.shape != shape
+        or not accumulator.is_contiguous()
+    ):
         raise ContractError(
             f"accumulate_into must be contiguous float32 {shape}, not {accumulator.dtype} "
             f"{tuple(accumulator.shape)}; allocate it with torch.zeros{shape}"

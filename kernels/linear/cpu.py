@@ -7,7 +7,8 @@ Four operations for each of fp32 and bf16, all by the same GEMM (``kernels/cpu/g
     linear_grad_weight.chain  dW = dY^T X             tokens are the reduced axis
     linear_grad_bias.chain    db = 1 dY               tokens again; 1 * dy is exact
 
-Signatures are those of ``kernels/reference/linear.py``. Threads come from ``torch.get_num_threads``.
+Signatures are those of ``kernels/reference/linear.py``. Threads come from
+``torch.get_num_threads``.
 """
 
 from functools import partial
@@ -35,7 +36,8 @@ def linear(
     outputs = weight_NK.shape[0]
     out = torch.empty(rows, outputs, dtype=out_dtype or x_TK.dtype)
     core(variant).call(
-        "gemm", x_TK, x_TK.dtype == torch.bfloat16, panels_of(weight_NK), None if bias_N is None else bias_N.float(),
+        "gemm", x_TK, x_TK.dtype == torch.bfloat16, panels_of(weight_NK),
+        None if bias_N is None else bias_N.float().contiguous(),
         out, out.dtype == torch.bfloat16, rows, outputs, inputs, torch.get_num_threads(),
     )  # fmt: skip
     return out
@@ -79,12 +81,19 @@ def grad_bias(
 
 
 def _product(
-    variant: str, a: Tensor, a_transposed: bool, b_KN: Tensor, initial_MN: Tensor | None, out_MN: Tensor
+    variant: str,
+    a: Tensor,
+    a_transposed: bool,
+    b_KN: Tensor,
+    initial_MN: Tensor | None,
+    out_MN: Tensor,
 ) -> Tensor:
     inputs, outputs = b_KN.shape
     core(variant).call(
-        "gemm_rows", a, a.dtype == torch.bfloat16, a_transposed, b_KN, b_KN.dtype == torch.bfloat16, initial_MN,
-        out_MN, out_MN.dtype == torch.bfloat16, out_MN.shape[0], outputs, inputs, torch.get_num_threads(),
+        "gemm_rows", a, a.dtype == torch.bfloat16, a_transposed,
+        b_KN, b_KN.dtype == torch.bfloat16, initial_MN,
+        out_MN, out_MN.dtype == torch.bfloat16, out_MN.shape[0], outputs, inputs,
+        torch.get_num_threads(),
     )  # fmt: skip
     return out_MN
 

@@ -1,16 +1,16 @@
 """Weights prepared once for the CPU core: panels [ceil(N / 16)][K][16], fp32, kept while they hold.
 
 Packing moves numbers (bf16 widens exactly), so it never changes a bit; what it must never do is
-outlive the numbers. A pack belongs to a *storage*, found by identity through a weak reference: when the
-storage dies its packs go with it, and memory that is reallocated at the same address is another storage.
-Inside a storage a pack is keyed by (address, shape, strides, dtype) and holds for one version of the
-tensor, so every in-place update that torch counts, such as an optimiser step, voids it. Panels are never
-kept for inference tensors, which count no versions.
+outlive the numbers. A pack belongs to a *storage*, found by identity through a weak reference: when
+the storage dies its packs go with it, and memory that is reallocated at the same address is another
+storage. Inside a storage a pack is keyed by (address, shape, strides, dtype) and holds for one
+version of the tensor, so every in-place update that torch counts, such as an optimiser step, voids
+it. Panels are never kept for inference tensors, which count no versions.
 
 What torch does not count: writes through ``.data``, through another library's pointer, and FSDP2's
-all-gather into a reused buffer, which preserves the version on purpose. Whoever writes that way calls
-:func:`forget` (one weight) or :func:`forget_all`. A forward pass that records a gradient of the weight
-neither uses kept panels nor leaves any behind, so FSDP2 training needs no call.
+all-gather into a reused buffer, which preserves the version on purpose. Whoever writes that way
+calls :func:`forget` (one weight) or :func:`forget_all`. A forward pass that records a gradient of
+the weight neither uses kept panels nor leaves any behind, so FSDP2 training needs no call.
 
 ``pytest tests/kernels/linear/test_packs.py`` exercises it.
 """
@@ -70,7 +70,7 @@ def forget_all() -> None:
 
 @contextmanager
 def scoped(weight: Tensor, trains: bool) -> Iterator[None]:
-    """For a weight in training: panels made inside are dropped at the end, none from before is used."""
+    """For a weight in training: no panels from before are used, none made inside are left."""
     if trains:
         forget(weight)
     try:

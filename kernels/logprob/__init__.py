@@ -1,14 +1,14 @@
 """From hidden states to the log-probability of a token, with one set of bits on both sides.
 
-    logits = h W^T + b (fp32 accumulator)     z = logit / T     lp = (z_target - max z) - log sum exp(z - max z)
+    logits = h W^T + b (fp32 accumulator)     z = logit / T     lp = (z_target - max z) - log sum
+    exp(z - max z)
 
-``lm_head`` is contract ``lm_head.chain.<dtype>.cpu.v1``: the linear chain, its fp32 result not rounded.
-``logprob`` is ``logprob.lanes16.float32.cpu.v1``: exact maximum, sum in 16 lanes and a tree, own exp and
-log. The division by the temperature is always performed; it is exact at 1. It happens before the softmax
-and never after: a chosen token's lp cannot be converted to another temperature. By construction lp <= 0,
-and a NaN logit gives NaN.
-``lm_head_logprob`` is the two composed, same bits, without ever holding the logits of all rows
-(:mod:`.fused`).
+``lm_head`` is contract ``lm_head.chain.<dtype>.cpu.v1``: the linear chain, its fp32 result not
+rounded. ``logprob`` is ``logprob.lanes16.float32.cpu.v1``: exact maximum, sum in 16 lanes and a
+tree, own exp and log. The division by the temperature is always performed; it is exact at 1. It
+happens before the softmax and never after: a chosen token's lp cannot be converted to another
+temperature. By construction lp <= 0, and a NaN logit gives NaN. ``lm_head_logprob`` is the two
+composed, same bits, without ever holding the logits of all rows (:mod:`.fused`).
 
 ``pytest tests/kernels/logprob`` exercises it. Legend: T rows, V vocabulary, H width.
 """
@@ -41,15 +41,15 @@ def lm_head(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def logprob(logits_TV: Tensor, targets_T: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
     """fp32 ``[T]``: the log-probability of ``targets[t]`` under ``logits[t] / temperature``.
 
-    logits: fp32 ``[T, V]``. targets: int64 ``[T]``. temperature: a number, or fp32 ``[T]``. Differentiable
-    once in the logits. Raises ContractError for other dtypes, targets outside the vocabulary, and
-    temperatures that are not finite and positive (a greedy token has no lp at temperature 0; score it
-    at the temperature it is compared at).
+    logits: fp32 ``[T, V]``. targets: int64 ``[T]``. temperature: a number, or fp32 ``[T]``.
+    Differentiable once in the logits. Raises ContractError for other dtypes, targets outside the
+    vocabulary, and temperatures that are not finite and positive (a greedy token has no lp at
+    temperature 0; score it at the temperature it is compared at).
     """
     if logits_TV.dtype != torch.float32 or logits_TV.dim() != 2 or logits_TV.device.type != "cpu":
         raise ContractError(
-            f"logprob takes fp32 CPU logits [T, V], not {logits_TV.dtype} {tuple(logits_TV.shape)} on "
-            f"{logits_TV.device}; kernels.logprob.lm_head returns them"
+            f"logprob takes fp32 CPU logits [T, V], not {logits_TV.dtype} {tuple(logits_TV.shape)} "
+            f"on {logits_TV.device}; kernels.logprob.lm_head returns them"
         )
     rows, vocabulary = logits_TV.shape
     targets_T, temperature_T = targets_and_temperature(targets_T, temperature, rows, vocabulary)

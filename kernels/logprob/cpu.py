@@ -1,10 +1,11 @@
 """Log-probabilities on the CPU: contracts and the compiled core's variants as implementations.
 
     lm_head.chain           fp32 logits: the linear chain, not rounded to the weights' dtype
-    logprob.lanes16         lp of one target per row, with the row's maximum and log-sum for the gradient
-    logprob_grad.lanes16    d_logits from those two, repeating the forward's exp
+    logprob.lanes16         lp of one target per row, with the row's maximum and log-sum for the
+    gradient logprob_grad.lanes16    d_logits from those two, repeating the forward's exp
 
-Signatures are those of ``kernels/reference/logprob.py``. Rows are independent; threads share them out.
+Signatures are those of ``kernels/reference/logprob.py``. Rows are independent; threads share them
+out.
 """
 
 from functools import partial
@@ -50,8 +51,8 @@ def grad_logits(
     if out_TV is None:
         out_TV = torch.empty(rows, vocabulary, dtype=torch.float32)
     core(variant).call(
-        "logprob_grad", logits_TV, targets_T, temperature_T, row_max_T, log_sum_T, grad_T, out_TV, rows,
-        vocabulary, torch.get_num_threads(),
+        "logprob_grad", logits_TV, targets_T, temperature_T, row_max_T, log_sum_T, grad_T,
+        out_TV, rows, vocabulary, torch.get_num_threads(),
     )  # fmt: skip
     return out_TV
 
@@ -62,7 +63,9 @@ _HEAD = {
     "rounding": "operands widened exactly, chain and bias in fp32, no further rounding",
     "functions": "fma",
 }
-_LANES = "16 lanes over the vocabulary ascending, then the lanes16.tree.v1; lanes beyond it add nothing"
+_LANES = (
+    "16 lanes over the vocabulary ascending, then the lanes16.tree.v1; lanes beyond it add nothing"
+)
 _LOGPROB = {
     "formula": "z = logit / T; lp = (z_target - max z) - log(sum exp(z - max z))",
     "order": _LANES,

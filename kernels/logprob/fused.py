@@ -1,12 +1,12 @@
 """LM head and logprob in one function that never holds the logits of all rows.
 
 Rows are independent, so blocks of rows are schedule: the bits are those of ``logprob(lm_head(h))``.
-Forward keeps two numbers per row, the maximum and the log of the sum. Backward computes the logits of
-each block again, turns them into their gradient in place, and adds to dH (row by row) and to dW and db
-(one chain over all tokens, ascending: each block continues where the one before stopped).
+Forward keeps two numbers per row, the maximum and the log of the sum. Backward computes the logits
+of each block again, turns them into their gradient in place, and adds to dH (row by row) and to dW
+and db (one chain over all tokens, ascending: each block continues where the one before stopped).
 
-A block holds at most BLOCK_FLOATS logits, and at most MOST_ROWS rows. Measured on 2 cores at V = 49152:
-256 rows cost 6 % less than 64, since every block reads and writes all of dW once.
+A block holds at most BLOCK_FLOATS logits, and at most MOST_ROWS rows. Measured on 2 cores at V =
+49152: 256 rows cost 6 % less than 64, since every block reads and writes all of dW once.
 
 Legend: T rows, V vocabulary, H width.
 """
@@ -42,7 +42,9 @@ def lm_head_logprob(
     """
     check_linear(h_TH, weight_VH, bias_V, torch.float32)
     if h_TH.dim() != 2:
-        raise ContractError(f"h must be [T, H], not {tuple(h_TH.shape)}; flatten the leading axes first")
+        raise ContractError(
+            f"h must be [T, H], not {tuple(h_TH.shape)}; flatten the leading axes first"
+        )
     rows, vocabulary = h_TH.shape[0], weight_VH.shape[0]
     targets_T, temperature_T = targets_and_temperature(targets_T, temperature, rows, vocabulary)
     wants_grad = torch.is_grad_enabled() and any(
@@ -85,7 +87,9 @@ class _LmHeadLogprob(torch.autograd.Function):
         h_TH = h_TH.contiguous()
         with scoped(weight_VH, trains=ctx.needs_input_grad[1]):
             lp_T, row_max_T, log_sum_T = _forward(h_TH, weight_VH, bias_V, targets_T, temperature_T)
-        ctx.save_for_backward(h_TH, weight_VH, bias_V, targets_T, temperature_T, row_max_T, log_sum_T)
+        ctx.save_for_backward(
+            h_TH, weight_VH, bias_V, targets_T, temperature_T, row_max_T, log_sum_T
+        )
         return lp_T
 
     @staticmethod
@@ -101,7 +105,9 @@ class _LmHeadLogprob(torch.autograd.Function):
         with scoped(weight_VH, trains=wants_weight):
             for block in _blocks(h_TH.shape[0], weight_VH.shape[0]):
                 logits = head(h_TH[block], weight_VH, bias_V)
-                d_logits = grad_rows(logits, *(t[block] for t in row_tensors), grad_T[block], logits)
+                d_logits = grad_rows(
+                    logits, *(t[block] for t in row_tensors), grad_T[block], logits
+                )
                 if d_h is not None:
                     d_h[block] = grad_input(d_logits, weight_VH)
                 if d_weight is not None:

@@ -35,16 +35,20 @@ def targets_and_temperature(
     targets_T: Tensor, temperature: float | Tensor, rows: int, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
     """Both as contiguous ``[T]`` tensors, or ContractError."""
-    if targets_T.dtype != torch.int64 or targets_T.shape != (rows,) or targets_T.device.type != "cpu":
+    if (
+        targets_T.dtype != torch.int64
+        or targets_T.shape != (rows,)
+        or targets_T.device.type != "cpu"
+    ):
         raise ContractError(
             f"targets must be int64 [{rows}] on the CPU, one per row, not {targets_T.dtype} "
-            f"{tuple(targets_T.shape)} on {targets_T.device}; several candidates of one position need one "
-            "row each"
+            f"{tuple(targets_T.shape)} on {targets_T.device}; several candidates of one position "
+            "need one row each"
         )
     if rows and (int(targets_T.min()) < 0 or int(targets_T.max()) >= vocabulary):
         raise ContractError(
-            f"targets reach from {int(targets_T.min())} to {int(targets_T.max())}, outside the vocabulary of "
-            f"{vocabulary}; select the rows that have a target first"
+            f"targets reach from {int(targets_T.min())} to {int(targets_T.max())}, outside the "
+            f"vocabulary of {vocabulary}; select the rows that have a target first"
         )
     if isinstance(temperature, Tensor):
         if temperature.requires_grad:
@@ -59,7 +63,7 @@ def targets_and_temperature(
         temperature_T = torch.full((rows,), temperature, dtype=torch.float32)
     if not bool(((temperature_T > 0) & torch.isfinite(temperature_T)).all()):
         raise ContractError(
-            "temperatures must be finite and positive; score greedy tokens at the temperature that both "
-            "sides agree on, usually 1"
+            "temperatures must be finite and positive; score greedy tokens at the temperature that "
+            "both sides agree on, usually 1"
         )
     return targets_T.contiguous(), temperature_T

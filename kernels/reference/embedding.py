@@ -1,7 +1,8 @@
 """The definition of ``embedding.gather.*.cpu.v1`` and of its gradient, in plain torch.
 
-Forward: rows of the table, copied. Gradient: every vocabulary row adds the gradients of its tokens in
-fp32, tokens ascending, starting from +0 or from a given accumulator; rows that no token names keep it.
+Forward: rows of the table, copied. Gradient: every vocabulary row adds the gradients of its tokens
+in fp32, tokens ascending, starting from +0 or from a given accumulator; rows that no token names
+keep it.
 
 Frozen: what the fast kernels must equal bit for bit. Legend: T tokens, V vocabulary, H width.
 """

@@ -1,9 +1,9 @@
 """The definition of ``linear.chain.*.cpu.v1`` and of its three gradients, in plain torch.
 
 Every output element is one chain of exact fp32 FMAs (:func:`.fma.fma32`) over the reduced axis in
-ascending order, starting from +0 or from a given accumulator. A bias is added to the finished chain in
-fp32, then the result is rounded once. bf16 operands are widened exactly. The Python loop over the
-reduced axis is the order; everything else is elementwise.
+ascending order, starting from +0 or from a given accumulator. A bias is added to the finished chain
+in fp32, then the result is rounded once. bf16 operands are widened exactly. The Python loop over
+the reduced axis is the order; everything else is elementwise.
 
 Frozen: what the fast kernels must equal bit for bit.
 
@@ -29,7 +29,10 @@ def chain(a_MK: Tensor, b_KN: Tensor, initial_MN: Tensor | None = None) -> Tenso
 
 
 def linear(
-    x_TK: Tensor, weight_NK: Tensor, bias_N: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x_TK: Tensor,
+    weight_NK: Tensor,
+    bias_N: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[T, N] in ``out_dtype`` (the dtype of x by default)."""
     total = chain(x_TK, weight_NK.t())
@@ -50,7 +53,7 @@ def grad_weight(
     out_dtype: torch.dtype | None = None,
     out_NK: Tensor | None = None,
 ) -> Tensor:
-    """dW [N, K]: chains over tokens, from ``initial`` (fp32), into ``out`` if given; fp32 by default."""
+    """dW [N, K]: chains over tokens from ``initial`` (fp32), into ``out`` if given; else fp32."""
     total = chain(grad_TN.t(), x_TK, initial_NK).to(out_dtype or torch.float32)
     return total if out_NK is None else out_NK.copy_(total)
 
@@ -61,7 +64,7 @@ def grad_bias(
     out_dtype: torch.dtype | None = None,
     out_N: Tensor | None = None,
 ) -> Tensor:
-    """db [N]: chains over tokens, from ``initial`` (fp32), into ``out`` if given; fp32 by default."""
+    """db [N]: chains over tokens from ``initial`` (fp32), into ``out`` if given; else fp32."""
     ones = torch.ones(1, grad_TN.shape[0], dtype=torch.float32, device=grad_TN.device)
     start = None if initial_N is None else initial_N[None]
     total = chain(ones, grad_TN, start)[0].to(out_dtype or torch.float32)

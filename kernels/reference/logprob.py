@@ -2,11 +2,11 @@
 
     z = logit / T        m = max z        s = sum exp(z - m)        lp = (z_target - m) - log s
 
-All in fp32 with IEEE division, always performed. The sum runs in 16 lanes: column v goes to lane
-v % 16, columns ascending; lanes beyond the vocabulary add nothing; then the tree of
-:func:`.exp.sum_lanes`. Terms with z - m below -87.33654 are exactly zero. A NaN logit makes its row NaN.
-``log32`` is the logarithm's definition (``log.series.v1``): the artanh series in fp64, every operation
-rounded, nothing fused, one final rounding to fp32.
+All in fp32 with IEEE division, always performed. The sum runs in 16 lanes: column v goes to lane v
+% 16, columns ascending; lanes beyond the vocabulary add nothing; then the tree of
+:func:`.exp.sum_lanes`. Terms with z - m below -87.33654 are exactly zero. A NaN logit makes its row
+NaN. ``log32`` is the logarithm's definition (``log.series.v1``): the artanh series in fp64, every
+operation rounded, nothing fused, one final rounding to fp32.
 
 Gradient, from the saved m and log s:  d_logit = (grad * (onehot - exp((z - m) - log s))) / T.
 
@@ -46,7 +46,9 @@ def log32(s: Tensor) -> Tensor:
     return torch.where(torch.isfinite(s), series, s)
 
 
-def logprob(logits_TV: Tensor, targets_T: Tensor, temperature_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def logprob(
+    logits_TV: Tensor, targets_T: Tensor, temperature_T: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """(lp, row maximum, log of the row sum), each fp32 [T]."""
     rows, vocabulary = logits_TV.shape
     z = logits_TV / temperature_T[:, None]
@@ -70,7 +72,7 @@ def grad_logits(
     grad_T: Tensor,
     out_TV: Tensor | None = None,
 ) -> Tensor:
-    """d_logits fp32 [T, V] from the saved row maximum and log of the row sum, into ``out`` if given."""
+    """d_logits fp32 [T, V] from the saved row maximum and log-sum, into ``out`` if given."""
     z = logits_TV / temperature_T[:, None]
     p = exp_or_zero((z - row_max_T[:, None]) - log_sum_T[:, None])
     onehot = torch.zeros_like(z).scatter_(1, targets_T[:, None], 1.0)
@@ -79,5 +81,5 @@ def grad_logits(
 
 
 def lm_head(h_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tensor:
-    """fp32 logits [T, V]: ``lm_head.chain.*.cpu.v1``, the chain of :func:`.linear.linear` unrounded."""
+    """fp32 logits [T, V]: ``lm_head.chain.*.cpu.v1``, the chain of ``linear`` not rounded."""
     return linear(h_TH, weight_VH, bias_V, torch.float32)
