@@ -40,7 +40,7 @@ class Joined:
     right: NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # no slots: eligible and convicting are cached
 class SiteComparison:
     """One call of one site on both sides. Arrays are aligned with ``rows`` (left row table)."""
 

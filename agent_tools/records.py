@@ -192,20 +192,24 @@ class Coverage(Record):
 
 
 class LogprobReport(Record):
-    """Sampled tokens. The bit count decides; the other figures (fp64) are for information.
+    """Scored tokens. The bit count decides; the other figures (fp64) are for information.
 
     difference = right - left; k3 = mean(exp(d) - 1 - d).
     """
 
     compared: int
     differing: int
+    sampled_compared: int
+    """Of these, tokens that the policy sampled (the rest are prompt tokens)."""
+    sampled_differing: int
     left_only: int
     right_only: int
     max_abs: float
     mean: float
     std: float
     k3: float
-    first: RowRef | None = None
+    first_request: str | None = None
+    first_position: int | None = None
     first_left_bits: str | None = None
     first_right_bits: str | None = None
 

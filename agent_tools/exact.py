@@ -1,0 +1,139 @@
+"""Runs on inputs for which the order of a sum cannot matter: what still differs is not order.
+
+Both sides run the same schedule again while every operator's output is replaced, after it was digested,
+by a pattern that depends only on site, position and token. So every operator sees the same, simple
+inputs: rows with a single 1, for which each sum has one term. Attention needs more care and gets two
+passes:
+
+    equal keys     all keys are zero, so every weight is the same and each output counts values: exact
+                   where the number of keys is a power of two. Another result there means that other
+                   keys were read: stale or wrong state.
+    two keys       all but the first two keys are far below them and weigh nothing, so every sum has at
+                   most two terms. Another result means another scale, exponential, division or mask:
+                   a rounding point.
+
+    left, right = (traced(side, ExactInputs("equal keys", requests)) for side in sides)
+    exact_probes(Comparison(left, right))["model.layers.0.self_attn#attention"]
+
+Where nothing differs on such inputs, the difference found on real ones is the order of a sum (for an
+operator that sums; the others have only rounding points).
+"""
+
+import zlib
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..trainer.engines.base import Request, SiteCall
+from .compare import DIFFERENT, Bools, Comparison, SiteComparison
+from .records import Probe
+from .trace import Tracer
+
+Pass = Literal["equal keys", "two keys"]
+PASSES: tuple[Pass, ...] = ("equal keys", "two keys")
+
+SUMMING_CLASSES = frozenset({"linear", "lm_head", "rmsnorm", "attention", "logprob"})
+UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob"})
+FAR_BELOW = -1e5
+
+
+class ExactInputs:
+    """Observer that digests every output and then puts a pattern in its place."""
+
+    def __init__(self, keys: Pass, requests: Sequence[Request]) -> None:
+        self.tracer = Tracer()
+        self._keys = keys
+        self._tokens = {request.id: request.tokens for request in requests}
+        self._position = np.empty(0, np.int64)
+        self._seed = np.empty(0, np.int64)
+
+    def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
+        """The engine says whose rows the next calls hold."""
+        self.tracer.begin_rows(step, rows)
+        self._position = np.asarray([max(position, 0) for _, position in rows], np.int64)
+        tokens = [self._tokens[name][position] if name else 0 for name, position in rows]
+        self._seed = self._position * 7919 + np.asarray(tokens, np.int64) * 31
+
+    def on_site(self, call: SiteCall, /) -> Tensor | None:
+        """Record, then answer with the pattern."""
+        self.tracer.record(call)
+        if call.site.op_class in UNTOUCHED_CLASSES:
+            return None
+        if call.site.op_class == "kv_write":
+            return self._keys_and_values(call)
+        output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
+        if call.site.op_class == "rotary":
+            output[..., 0] = 1.0
+        elif call.site.op_class != "lm_head":
+            self._set_ones(output, call.site.name)
+        return output
+
+    def _set_ones(self, output: Tensor, name: str) -> None:
+        flat = output.view(len(output), -1)
+        columns = torch.from_numpy((self._seed + zlib.crc32(name.encode())) % flat.shape[1])
+        flat[torch.arange(len(flat)), columns] = 1.0
+
+    def _keys_and_values(self, call: SiteCall) -> Tensor:
+        output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
+        keys, values = output.chunk(2, dim=1)
+        columns = torch.from_numpy(self._seed % values.shape[2])
+        values[torch.arange(len(values)), :, columns] = 1.0
+        if self._keys == "two keys":
+            position = torch.from_numpy(self._position)
+            score = torch.where(position < 2, 0.5 / (1.0 + position), FAR_BELOW)
+            keys[:, :, 0] = score.to(keys.dtype)[:, None]
+        return output
+
+
+def exact_probes(name: Pass, comparison: Comparison) -> dict[str, Probe]:
+    """What one pass says about every site."""
+    return {site.site: _probe(name, comparison, site) for site in comparison.sites}
+
+
+def _probe(name: Pass, comparison: Comparison, site: SiteComparison) -> Probe:
+    label = f"exact sums, {name}" if site.op_class == "attention" else "exact sums"
+    if not site.compared:
+        return Probe(name=label, result="no row had equal inputs on both sides")
+    if site.op_class != "attention":
+        result = f"{site.affected} of {site.compared} rows differ where each sum has one term"
+        return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
+    if name == "two keys":
+        result = f"{site.affected} of {site.compared} rows differ where two keys have weight"
+        return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
+    counted = site.eligible & _power_of_two_keys(comparison, site)
+    wrong = int((counted & (site.output.state == DIFFERENT)).sum())
+    result = (
+        f"{wrong} of {int(counted.sum())} rows differ where the output only counts the values read, "
+        f"{site.affected} of {site.compared} where it also divides by the number of keys"
+    )
+    if wrong:
+        return Probe(name=label, result=result, decided="stale or wrong state")
+    return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
+
+
+def _power_of_two_keys(comparison: Comparison, site: SiteComparison) -> Bools:
+    keys = comparison.left.table.position[site.rows].astype(np.int64) + 1
+    return (keys & (keys - 1)) == 0
+
+
+def order_is_left(op_class: str, probes: Sequence[Probe]) -> Probe | None:
+    """The conclusion when every exact-sum probe ran and none found a difference."""
+    exact = [probe for probe in probes if probe.name.startswith("exact sums")]
+    needed = len(PASSES) if op_class == "attention" else 1
+    ran = [probe for probe in exact if "no row" not in probe.result]
+    if len(ran) < needed or any(probe.decided for probe in exact):
+        return None
+    if op_class in SUMMING_CLASSES:
+        return Probe(
+            name="order",
+            result="the difference vanishes on inputs whose sums are exact in any order",
+            decided="reduction order",
+        )
+    return Probe(
+        name="no sum",
+        result=f"{op_class} sums nothing, so only its roundings can differ",
+        decided="rounding point",
+    )

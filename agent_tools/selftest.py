@@ -1,0 +1,85 @@
+"""The 1-ULP self-test: does this very set-up find one flipped bit?
+
+A verdict counts only if the tool that gives it can see the smallest fault there is. On one short request
+of the left side, run as it will be compared: the same run twice must be equal; with one activation bit
+flipped the comparison must convict exactly that site, at that row; with one weight bit flipped it must
+report MISALIGNED and name tensor and row.
+
+    result = self_test(runner)
+    result.passed, result.activation
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+from ..kernels import bits
+from ..trainer.engines.base import Observer, Request
+from .anchor import prove_alignment
+from .compare import Comparison
+from .flips import FlipBit
+from .records import SelfTest
+from .sides import Runner, closure
+from .trace import Trace, Tracer
+
+Fault = Callable[[Observer], Observer]
+"""Plants a fault: takes an observer, returns one that disturbs what it sees."""
+
+
+def self_test(runner: Runner, fault: Fault = lambda observer: observer) -> SelfTest:
+    """Flip one activation bit and one weight bit; both must be found."""
+    assert runner.schedule is not None
+    shortest = min(runner.requests, key=lambda request: len(request.tokens))
+    names = closure([runner.schedule], [shortest.id])
+
+    def run(extra: Fault = lambda observer: observer) -> Trace:
+        tracer = Tracer()
+        return runner.traced(fault(extra(tracer)), tracer, only=names)
+
+    plain = run()
+    moved = Comparison(run(), plain).count()[1]
+    if moved:
+        repeats = f"the left side does not repeat itself: {moved} rows differ between two runs"
+        return SelfTest(passed=False, activation=repeats, weight="not tried")
+    activation_found, activation = _activation(plain, shortest, run)
+    weight_found, weight = _weight(plain, runner)
+    return SelfTest(
+        passed=activation_found and weight_found, activation=activation, weight=weight
+    )
+
+
+def _activation(
+    plain: Trace, request: Request, run: Callable[[Fault], Trace]
+) -> tuple[bool, str]:
+    site = plain.sites[len(plain.sites) // 2]
+    position = len(request.tokens) // 2
+
+    def flip(observer: Observer) -> Observer:
+        return FlipBit(observer, site=site, request=request.id, position=position, element=1)
+
+    comparison = Comparison(run(flip), plain)
+    convicted = [found for found in comparison.sites if found.affected]
+    where = f"one bit of {site}, request {request.id}, position {position}"
+    first = comparison.first()
+    exact = (
+        first is not None
+        and [found.site for found in convicted] == [site]
+        and (first.at.request, first.at.position) == (request.id, position)
+    )
+    if exact:
+        return True, f"{where}: found there, and only there"
+    named = ", ".join(found.site for found in convicted[:3]) or "nothing"
+    return False, f"{where}: the comparison named {named}"
+
+
+def _weight(plain: Trace, runner: Runner) -> tuple[bool, str]:
+    name, tensor = next(iter(runner.model.module.named_parameters()))
+    row = tensor.shape[0] // 2
+    changed = tensor.detach()[row : row + 1].clone()
+    bits.int_view(changed).view(-1)[0] ^= 1
+    digests = dict(plain.weights)
+    digests[name] = digests[name].copy()
+    digests[name][row] = bits.digest_rows(changed).cpu().numpy()[0]
+    found = prove_alignment(plain, dataclasses.replace(plain, weights=digests)).misalignment
+    right = found is not None and found.tensor == name and found.index == (row,)
+    placed = "placed by digest" if right else "not placed"
+    return right, f"one bit of {name}, row {row}: {placed}"
