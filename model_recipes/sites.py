@@ -1,14 +1,14 @@
 """Operator sites: where in a model a number is computed, and how a tool can watch it.
 
-A site is an operator, not a module: attention, rotary, gated products and residual adds are sites of
-their own. A :class:`SiteCall` is one execution of one site; its tensors have one row per token, so that
-a row of a decode step and a row of a whole prefill can be compared.
+A site is an operator, not a module: attention, rotary, gated products and residual adds are sites
+of their own. A :class:`SiteCall` is one execution of one site; its tensors have one row per token,
+so that a row of a decode step and a row of a whole prefill can be compared.
 
     Site(path="model.layers.3.self_attn", part="attention", op_class="attention",
          contract="attention.pages16.float32.cpu.v1")
 
-A listener (see :class:`SiteListener`) sees every call and may return another output, which then flows
-on: that is how grafting works. Nothing here knows requests or engines.
+A listener (see :class:`SiteListener`) sees every call and may return another output, which then
+flows on: that is how grafting works. Nothing here knows requests or engines.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,8 +48,8 @@ class SiteCall:
     inputs: by name, each ``[rows, ...]``; weights are not inputs.
     output: ``[rows, ...]``, same rows.
     weights: names of the parameters used, as in ``named_parameters()``.
-    rerun: recompute the output from other inputs of the same kind, or None where the site also reads
-        state (attention over a cache).
+    rerun: recompute the output from other inputs of the same kind, or None where the site also
+        reads state (attention over a cache).
     """
 
     site: Site

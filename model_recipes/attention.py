@@ -1,0 +1,343 @@
+"""Attention as a site: the registered attention function, and the context that an engine passes in.
+
+transformers looks an attention function up by the config's name for it. :mod:`.apply` sets that
+name to one registered here; the function then finds the instrument of its own module, so that
+models with different plans live side by side. Two ways:
+
+- **context**: the engine hands a ``batch`` to the model (``model.model(ids, position_ids=...,
+  use_cache=False, batch=batch)``), which reaches this function as a keyword and does the work
+  (:class:`AttentionContext`). Without one, rows are packed by their position ids: position 0 starts
+  a sequence.
+- **module**: transformers' own function, mask and cache stay, and are watched. Stock only.
+
+What a model passes that nobody here understands is an error, never ignored.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.errors import ContractError, UncoveredSiteError
+from .plan import STOCK
+from .sites import Site
+from .tap import Tap, from_head_rows, head_rows
+
+CONTEXT_NAME = "zero_mismatch"
+_SLOT = "_zero_mismatch_attention"  # attribute of an instrumented attention module
+
+# Keywords that models pass along and that do not change what attention computes here: the context
+# knows positions and lengths, and nothing else is asked for.
+_HARMLESS = frozenset(
+    (
+        "position_ids", "use_cache", "cache_position", "num_items_in_batch", "return_dict",
+        "output_attentions", "output_hidden_states", "logits_to_keep",
+    )
+)  # fmt: skip
+
+
+class AttentionContext(Protocol):
+    """What an engine's batch object offers: attention over the keys that each row may see.
+
+    It may also have ``stored(layer_idx) -> (k, v)``: the rows of this step as read back from the
+    cache. Without it, k and v count as stored the way they were handed over.
+    """
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        /,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        attention: str,
+    ) -> Tensor:
+        """``[T, H, D]`` from q of that shape and k, v ``[T, HK, D]``.
+
+        attention: ``stock`` or a contract id.
+
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedRows:
+    """The context of a plain call without an engine: packed rows, no cache."""
+
+    query_start: Tensor
+
+    def attend(
+        self,
+        layer_idx: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        /,
+        *,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: Tensor | None,
+        attention: str,
+    ) -> Tensor:
+        """Packed attention by the plan's contract."""
+        from ..kernels.attention import packed_attention
+
+        if attention == STOCK:
+            raise ContractError(
+                "stock attention without an engine needs transformers' own function; apply the "
+                "plan with "
+                "attention='module', or pass a batch"
+            )
+        return packed_attention(
+            q, k, v, self.query_start, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
+
+
+def packed_rows(position_ids: Tensor, batch: int, tokens: int) -> PackedRows:
+    """Sequence starts are the rows with position 0; every sequence must then count up by one."""
+    flat = position_ids.expand(batch, tokens).reshape(-1)
+    starts = torch.nonzero(flat == 0).flatten()
+    counts_up = bool(((flat[1:] == flat[:-1] + 1) | (flat[1:] == 0)).all())
+    if not counts_up or starts.numel() == 0 or int(starts[0]) != 0:
+        raise ContractError(
+            "position_ids must start at 0 and count up by one in every packed sequence; use an "
+            "engine "
+            "for anything with a cache"
+        )
+    end = torch.tensor([flat.numel()], device=flat.device)
+    return PackedRows(query_start=torch.cat([starts, end]).to(torch.int32))
+
+
+AttentionRun = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def registered_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **keywords: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers calls; the module's own instrument does the work."""
+    run = cast("AttentionRun | None", module.__dict__.get(_SLOT))
+    if run is None:
+        raise ContractError(
+            f"{type(module).__name__} asks for zero-mismatch attention but carries no plan; "
+            "apply one, or set attn_implementation back to sdpa"
+        )
+    return run(module, query, key, value, attention_mask, **keywords)
+
+
+def context_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
+    """No mask: the context knows which keys a row sees. Padding in front is refused, not ignored.
+
+    Padding behind a sequence changes nothing for the tokens before it (attention is causal).
+    """
+    if attention_mask is None or bool(attention_mask.all()):
+        return
+    present = attention_mask.to(torch.bool)
+    if attention_mask.dim() != 2 or bool((present[:, 1:] & ~present[:, :-1]).any()):
+        raise ContractError(
+            "left or inner padding cannot be used with an aligned plan; pack the sequences in one "
+            "row "
+            "with position_ids that restart at 0, or pad on the right"
+        )
+
+
+def register_names(original: str) -> str:
+    """Register our functions with transformers; returns the name that watches ``original``."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+    AttentionInterface.register(CONTEXT_NAME, registered_attention)
+    AttentionMaskInterface.register(CONTEXT_NAME, context_mask)
+    watched = f"{CONTEXT_NAME}_{original}"
+    AttentionInterface.register(watched, registered_attention)
+    AttentionMaskInterface.register(watched, ALL_MASK_ATTENTION_FUNCTIONS[original])
+    return watched
+
+
+def attention_function(module: nn.Module, name: str) -> AttentionRun:
+    """transformers' function for ``name``, as this module's code would look it up."""
+    from transformers import AttentionInterface
+
+    from .recognise import INTERFACES, original_global
+
+    interfaces = cast("AttentionInterface", original_global(module, INTERFACES))
+    default = original_global(module, "eager_attention_forward")
+    return cast("AttentionRun", interfaces.get_interface(name, cast(Any, default)))
+
+
+class AttentionSite:
+    """Attention and cache write of one attention module: two sites."""
+
+    def __init__(self, tap: Tap, attention: Site, kv_write: Site, choice: str) -> None:
+        self.tap = tap
+        self.attention = attention
+        self.kv_write = kv_write
+        self.choice = choice
+
+    def install(
+        self, module: nn.Module, mode: Literal["context", "module"], original: str
+    ) -> Callable[[], None]:
+        """Attach to an attention module; returns what undoes it."""
+        run: AttentionRun = self.run_context
+        if mode == "module":
+            function = attention_function(module, original)
+
+            def run_module(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
+                return self.run_module(function, *arguments, **keywords)
+
+            run = run_module
+        module.__dict__[_SLOT] = run
+        return lambda: module.__dict__.pop(_SLOT, None)
+
+    def run_context(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        *,
+        scaling: float,
+        dropout: float = 0.0,
+        batch: AttentionContext | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: Tensor | None = None,
+        **keywords: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention by the engine's batch object (or packed by position ids)."""
+        num_sequences, _, tokens, _ = query.shape
+        self._check(query, key, attention_mask, dropout, keywords)
+        if batch is None:
+            batch = self._packed(keywords.get("position_ids"), num_sequences, tokens)
+        layer = int(cast(Any, module).layer_idx)
+        q, k, v = head_rows(query), head_rows(key), head_rows(value)
+
+        def attend(k: Tensor, v: Tensor) -> Tensor:
+            with self.tap.site_code():
+                return batch.attend(
+                    layer,
+                    q,
+                    k,
+                    v,
+                    scale=scaling,
+                    window=sliding_window,
+                    softcap=softcap,
+                    sinks=s_aux,
+                    attention=self.choice,
+                )
+
+        output = attend(k, v)
+        if self.tap.watching:
+            stored = getattr(batch, "stored", None)
+            with self.tap.site_code():
+                kept = stored(layer) if stored is not None else (k, v)
+            grafted = self._observe_write(k, v, *kept)
+            if grafted is not None:
+                k, v = grafted
+                output = attend(k, v)
+            graft = self.tap.observe(self.attention, {"q": q, "k": k, "v": v}, output)
+            output = output if graft is None else graft
+        return output.unflatten(0, (num_sequences, tokens)), None
+
+    def run_module(
+        self,
+        function: AttentionRun,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """transformers' own attention, watched; key and value hold the cache's rows too."""
+        tokens = query.shape[2]
+        if self.tap.watching:
+            new_k, new_v = head_rows(key[:, :, -tokens:]), head_rows(value[:, :, -tokens:])
+            grafted = self._observe_write(new_k, new_v, new_k, new_v)
+            if grafted is not None:
+                new_k, new_v = grafted
+                key = _put_last(key, new_k)
+                value = _put_last(value, new_v)
+        with self.tap.site_code():
+            output, weights = function(module, query, key, value, attention_mask, **keywords)
+        if self.tap.watching:
+            inputs = {"q": head_rows(query), "k": new_k, "v": new_v}
+            graft = self.tap.observe(self.attention, inputs, output.flatten(0, 1))
+            output = output if graft is None else graft.reshape(output.shape)
+        return output, weights
+
+    def _observe_write(
+        self, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor
+    ) -> tuple[Tensor, Tensor] | None:
+        with self.tap.site_code():
+            stored = torch.cat([stored_k, stored_v], dim=1)
+        graft = self.tap.observe(self.kv_write, {"k": k, "v": v}, stored)
+        if graft is None:
+            return None
+        heads = stored_k.shape[1]
+        return graft[:, :heads], graft[:, heads:]
+
+    def _packed(self, position_ids: Any, num_sequences: int, tokens: int) -> AttentionContext:
+        if not isinstance(position_ids, Tensor):
+            raise ContractError(
+                f"{self.attention.path} got neither a batch nor position_ids; pass position_ids "
+                "to the model"
+            )
+        if not isinstance(self.tap.context, PackedRows):
+            with self.tap.site_code():
+                self.tap.context = packed_rows(position_ids, num_sequences, tokens)
+        return self.tap.context
+
+    def _check(
+        self,
+        query: Tensor,
+        key: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        keywords: Mapping[str, Any],
+    ) -> None:
+        unknown = sorted(
+            name
+            for name, value in keywords.items()
+            if value is not None and name not in _HARMLESS and not (name == "is_causal" and value)
+        )
+        if unknown:
+            raise UncoveredSiteError(
+                f"{self.attention.name} is called with {', '.join(unknown)}, which no attention "
+                "contract "
+                "covers; use `--plan stock` on the transformers engine"
+            )
+        if key.shape[2] != query.shape[2]:
+            raise ContractError(
+                f"{self.attention.name} got {key.shape[2]} keys for {query.shape[2]} rows from a "
+                "transformers "
+                "cache; call the model with use_cache=False"
+            )
+        if mask is not None or dropout != 0.0:
+            what = "an attention mask" if mask is not None else f"dropout {dropout}"
+            raise ContractError(
+                f"{self.attention.name} got {what}, which no attention contract covers; "
+                "pack the sequences and set attention_dropout to 0"
+            )
+
+
+def _put_last(cache: Tensor, rows: Tensor) -> Tensor:
+    """Replace the newest rows, in place where allowed: a cache then keeps them."""
+    new = from_head_rows(rows, cache.shape[0])
+    if not cache.requires_grad:
+        cache[:, :, -new.shape[2] :] = new
+        return cache
+    return torch.cat([cache[:, :, : -new.shape[2]], new], dim=2)

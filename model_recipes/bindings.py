@@ -1,0 +1,93 @@
+"""Operator classes and the kernels that serve them; nothing else here names kernels.
+
+A class is what :class:`.sites.Site` calls ``op_class``. For a dtype and device the registry offers
+at most one contract per class; a few classes are exact by IEEE 754 whoever computes them (adds,
+products, copies) and carry a contract that says so.
+
+    aligned_contract("linear", "float32", "cpu")   ->  "linear.chain.float32.cpu.v1"
+
+Left out: choosing an implementation of a contract; that is certified dispatch in ``kernels``.
+"""
+
+import importlib
+from types import ModuleType
+
+import torch
+
+from ..kernels import contract as registry
+from ..kernels.errors import RecipeError, UsageError
+
+POINTWISE = "pointwise.ieee.v1"
+"""One IEEE operation per element, rounded once: the same bits on every device."""
+COPY = "movement.copy.v1"
+"""Bits are moved, never computed."""
+
+# Operator class, which is also the registry's name of the operator -> folder in kernels.
+_KERNELS = {
+    "embedding": "embedding",
+    "linear": "linear",
+    "rmsnorm": "rmsnorm",
+    "rotary_table": "rotary",
+    "rotary": "rotary",
+    "attention": "attention",
+    "gated": "gated",
+    "activation": "gated",
+    "lm_head": "logprob",
+    "logprob": "logprob",
+}
+_ALWAYS_FP32 = frozenset(("rotary_table", "logprob"))  # whatever the dtype of the model
+_EXACT = {"add": POINTWISE, "mul": POINTWISE, "kv_write": COPY}
+
+OP_CLASSES = (*_KERNELS, *_EXACT)
+
+
+def dtype_name(dtype: torch.dtype | str) -> str:
+    """``torch.float32`` or ``"float32"`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def device_kind(device: torch.device | str) -> str:
+    """How contracts name a device: ``cpu``, or an architecture such as ``sm90``."""
+    if isinstance(device, str) and device.startswith("sm"):
+        return device
+    device = torch.device(device)
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise UsageError(f"device {device} is not supported; use cpu or cuda")
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm{major}{minor}"
+
+
+def kernel(op_class: str) -> ModuleType:
+    """The kernel package that serves an operator class."""
+    return importlib.import_module(f"..kernels.{_KERNELS[op_class]}", __package__)
+
+
+def aligned_contract(
+    op_class: str, dtype: torch.dtype | str, device: torch.device | str
+) -> str | None:
+    """The contract that the registry offers for a class, or None."""
+    if op_class in _EXACT:
+        return _EXACT[op_class]
+    if op_class not in _KERNELS:
+        return None
+    kernel(op_class)
+    name = "float32" if op_class in _ALWAYS_FP32 else dtype_name(dtype)
+    found = registry.contracts(op=op_class, device=device_kind(device), dtype=name)
+    offered = [entry.id for entry in found]
+    return offered[-1] if offered else None
+
+
+def check_contract(
+    contract: str, op_class: str, dtype: torch.dtype | str, device: torch.device | str
+) -> None:
+    """Raise RecipeError unless this build serves ``op_class`` here by exactly this contract."""
+    offered = aligned_contract(op_class, dtype, device)
+    if offered != contract:
+        kind = f"{dtype_name(dtype)} on {device_kind(device)}"
+        raise RecipeError(
+            f"contract {contract!r} does not serve {op_class} at {kind}; "
+            f"{f'this build has {offered}' if offered else 'this build has none'}: align again, or "
+            "install the version that wrote the recipe"
+        )

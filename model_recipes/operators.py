@@ -1,0 +1,293 @@
+"""How each recognised operator runs under a plan: its patched ``forward``, stock or by contract.
+
+Every function here takes an :class:`Installer` and an operator, decides what computes it, and puts
+a ``forward`` on that one module instance. Under ``stock`` the original code computes, so that a
+traced stock run has stock bits. With nobody listening a patched ``forward`` adds one test.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.errors import UncoveredSiteError
+from .bindings import kernel
+from .plan import STOCK, Plan
+from .recognise import ROTARY_FUNCTION, Operator, original_global, replace_global, tensor_names
+from .rotary_table import RotaryTable
+from .sites import Site
+from .tap import Tap, from_head_rows, head_rows
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installer:
+    """What the patches share. ``undo`` takes them off again; ``sites`` is what they serve."""
+
+    tap: Tap
+    plan: Plan
+    names: Mapping[int, str]
+    undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
+    sites: list[Site] = field(default_factory=list[Site])
+
+    def site(self, path: str, op_class: str, part: str = "") -> tuple[Site, str]:
+        """The site with its contract, and the plan's choice for it."""
+        bare = Site(path=path, part=part, op_class=op_class)
+        choice = self.plan.choice(bare)
+        contract = None if choice == STOCK else choice
+        site = Site(path=path, part=part, op_class=op_class, contract=contract)
+        self.sites.append(site)
+        return site, choice
+
+    def put_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Give one instance its own ``forward``."""
+        module.__dict__["forward"] = forward
+        self.undo.append(lambda: module.__dict__.pop("forward", None))
+
+    def put_unary(
+        self, operator: Operator, name: str, site: Site, run: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Patch a module whose forward takes one tensor."""
+        tap, weights = self.tap, tensor_names(operator.module, operator.path, self.names)
+
+        def on_inputs(inputs: Mapping[str, Tensor]) -> Tensor:
+            return run(inputs[name])
+
+        def forward(value: Tensor) -> Tensor:
+            if not tap.watching:
+                return run(value)
+            return tap.through(site, on_inputs, {name: value}, weights=weights)
+
+        self.put_forward(operator.module, forward)
+
+
+def _original(module: nn.Module) -> Callable[..., Any]:
+    """The class's own forward, bound to the instance."""
+    return type(module).forward.__get__(module)
+
+
+def install_linear(installer: Installer, operator: Operator) -> None:
+    """``nn.Linear``."""
+    site, choice = installer.site(operator.path, "linear")
+    module = cast(nn.Linear, operator.module)
+    run: Callable[[Tensor], Tensor] = _original(module)
+    if choice != STOCK:
+        linear = kernel("linear").linear
+
+        def run(x: Tensor) -> Tensor:
+            return linear(x, module.weight, module.bias)
+
+    installer.put_unary(operator, "x", site, run)
+
+
+def install_lm_head(installer: Installer, operator: Operator) -> Callable[[Tensor], Tensor]:
+    """The LM head; returns ``h -> fp32 logits``, unobserved."""
+    site, choice = installer.site(operator.path, "lm_head")
+    module = cast(nn.Linear, operator.module)
+    original: Callable[[Tensor], Tensor] = _original(module)
+    run = original
+
+    def logits(h: Tensor) -> Tensor:
+        return original(h).float()
+
+    if choice != STOCK:
+        lm_head = kernel("lm_head").lm_head
+
+        def run(h: Tensor) -> Tensor:
+            return lm_head(h, module.weight, module.bias)
+
+        logits = run
+    installer.put_unary(operator, "h", site, run)
+    return logits
+
+
+def install_rmsnorm(installer: Installer, operator: Operator) -> None:
+    """``*RMSNorm``."""
+    site, choice = installer.site(operator.path, "rmsnorm")
+    module = operator.module
+    run: Callable[[Tensor], Tensor] = _original(module)
+    if choice != STOCK:
+        rmsnorm = kernel("rmsnorm").rmsnorm
+        eps, unit_offset = operator.facts["eps"], operator.facts["unit_offset"]
+
+        def run(x: Tensor) -> Tensor:
+            return rmsnorm(x, module.weight, eps, unit_offset=unit_offset)
+
+    installer.put_unary(operator, "x", site, run)
+
+
+def install_embedding(installer: Installer, operator: Operator) -> None:
+    """``nn.Embedding``, and Gemma's, which multiplies its rows by a scalar afterwards."""
+    site, choice = installer.site(operator.path, "embedding")
+    module = cast(nn.Embedding, operator.module)
+
+    def run(ids: Tensor) -> Tensor:
+        return nn.Embedding.forward(module, ids)
+
+    if choice != STOCK:
+        embedding = kernel("embedding").embedding
+
+        def run(ids: Tensor) -> Tensor:
+            return embedding(ids, module.weight)
+
+    installer.put_unary(operator, "ids", site, run)
+    if operator.kind == "scaled_embedding":
+        lookup = module.__dict__["forward"]
+        scale = cast(Tensor, cast(Any, module).embed_scale)
+
+        def forward(ids: Tensor) -> Tensor:
+            return lookup(ids) * scale.to(module.weight.dtype)
+
+        installer.put_forward(module, forward)
+
+
+def install_activation(installer: Installer, operator: Operator) -> None:
+    """An activation that stands alone."""
+    site, choice = installer.site(operator.path, "activation")
+    run: Callable[[Tensor], Tensor] = _original(operator.module)
+    if choice != STOCK:
+        _require_silu(site, operator)
+        run = kernel("activation").silu
+    installer.put_unary(operator, "x", site, run)
+
+
+def _require_silu(site: Site, operator: Operator) -> None:
+    if operator.facts["activation"] != "silu":
+        raise UncoveredSiteError(
+            f"{site.name} uses {operator.facts['activation']}, for which there is no kernel "
+            "contract; "
+            "override this site with stock, or use `--plan stock`"
+        )
+
+
+def install_gated(installer: Installer, operator: Operator) -> None:
+    """The product in ``down(act(gate(x)) * up(x))``; the projections are sites too."""
+    site, choice = installer.site(operator.path, "gated", "gated")
+    tap, module = installer.tap, operator.module
+    down, act, gate, up = (
+        cast(nn.Module, getattr(module, operator.facts[name]))
+        for name in ("down", "act", "gate", "up")
+    )
+
+    def product(g: Tensor, u: Tensor) -> Tensor:
+        return act(g) * u
+
+    if choice != STOCK:
+        _require_silu(site, operator)
+        product = kernel("gated").silu_mul
+
+    def on_inputs(inputs: Mapping[str, Tensor]) -> Tensor:
+        return product(inputs["gate"], inputs["up"])
+
+    def forward(x: Tensor) -> Tensor:
+        g, u = gate(x), up(x)
+        if not tap.watching:
+            return down(product(g, u))
+        return down(tap.through(site, on_inputs, {"gate": g, "up": u}))
+
+    installer.put_forward(module, forward)
+
+
+def install_rotary_table(installer: Installer, operator: Operator) -> None:
+    """The module that makes cos and sin from positions; shown as one tensor, cos then sin."""
+    site, choice = installer.site(operator.path, "rotary_table")
+    tap = installer.tap
+    table: Callable[..., tuple[Tensor, Tensor]] = _original(operator.module)
+    if choice != STOCK:
+        table = RotaryTable(operator.module, site.name)
+
+    def forward(
+        x: Tensor, position_ids: Tensor, *rest: Any, **keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        with tap.site_code():
+            cos, sin = table(x, position_ids, *rest, **keywords)
+        if not tap.watching:
+            return cos, sin
+
+        def rerun(inputs: Mapping[str, Tensor]) -> Tensor:
+            again = table(x, inputs["positions"][None], *rest, **keywords)
+            return torch.cat(again, dim=-1)[0]
+
+        with tap.site_code():
+            both = torch.cat((cos, sin), dim=-1).expand(*(tap.batch_shape or cos.shape[:2]), -1)
+            positions = position_ids.expand(both.shape[:2]).flatten()
+        graft = tap.observe(site, {"positions": positions}, both.flatten(0, 1), rerun=rerun)
+        if graft is None:
+            return cos, sin
+        halves = graft.reshape(both.shape).chunk(2, dim=-1)
+        return halves[0], halves[1]
+
+    installer.put_forward(operator.module, forward)
+
+
+def install_rotary(installer: Installer, operator: Operator) -> None:
+    """Rotary embedding: a global function of the attention module's code, replaced for it alone."""
+    original = original_global(operator.module, ROTARY_FUNCTION)
+    if original is None or replace_global(operator.module, ROTARY_FUNCTION, original) is None:
+        return  # what it does instead is seen by the audit
+    site_q, choice = installer.site(operator.path, "rotary", "rotary_q")
+    site_k, choice_k = installer.site(operator.path, "rotary", "rotary_k")
+    if choice != choice_k:
+        raise UncoveredSiteError(
+            f"{site_q.name} and {site_k.name} run in one call; give both the same contract"
+        )
+    tap = installer.tap
+    rotate = _stock_rotary(original)
+    if choice != STOCK:
+        rotate = kernel("rotary").apply_rotary
+
+    def one(site: Site, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        batch, _, tokens, _ = x.shape
+
+        def on_rows(inputs: Mapping[str, Tensor]) -> Tensor:
+            return rotate(inputs["x"], inputs["cos"], inputs["sin"])
+
+        with tap.site_code():
+            cos, sin = (table.expand(batch, tokens, -1).flatten(0, 1) for table in (cos, sin))
+            rows = head_rows(x)
+            output = on_rows({"x": rows, "cos": cos, "sin": sin})
+        graft = tap.observe(site, {"x": rows, "cos": cos, "sin": sin}, output, rerun=on_rows)
+        return from_head_rows(output if graft is None else graft, batch)
+
+    def apply(
+        q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        if unsqueeze_dim != 1:
+            raise UncoveredSiteError(
+                f"{site_q.name} rotates along another axis (unsqueeze_dim={unsqueeze_dim}); "
+                "use the transformers engine with `--plan stock`"
+            )
+        if choice == STOCK and not tap.watching:
+            return original(q, k, cos, sin)
+        return one(site_q, q, cos, sin), one(site_k, k, cos, sin)
+
+    forward = replace_global(operator.module, ROTARY_FUNCTION, apply)
+    assert forward is not None
+    installer.put_forward(operator.module, forward)
+
+
+def _stock_rotary(original: Callable[..., Any]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """transformers' function on rows ``[T, heads, D]`` with tables ``[T, D]``.
+
+    One exact operation after another per element: its bits do not depend on the layout.
+    """
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        cos, sin = cos.to(x.dtype), sin.to(x.dtype)
+        return original(x, x[:, :0], cos, sin)[0]
+
+    return rotate
+
+
+def logprob_function(choice: str) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """``(logits, targets, temperature[T]) -> logprob``: stock torch, or the contract's kernel."""
+    if choice != STOCK:
+        return kernel("logprob").logprob
+
+    def stock(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+        scaled = logits / temperature[:, None]
+        return F.log_softmax(scaled, dim=-1).gather(1, targets[:, None])[:, 0]
+
+    return stock

@@ -1,0 +1,152 @@
+"""Plans: which contract serves each operator site.
+
+    Plan(name="aligned-float32-cpu",
+         rules={"linear": "linear.chain.float32.cpu.v1", "add": "pointwise.ieee.v1", ...})
+
+A rule maps an operator class to a contract id, or to ``stock``: what the framework would run. An
+override does the same for one site by name, and wins. ``stock`` covers every site and is
+uncertified; ``aligned`` is what the registry offers for a dtype and device. There is no default
+contract: a class without a rule is an error that names the site. Plans are data; :mod:`.apply` puts
+one onto a module.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..kernels.errors import RecipeError, UncoveredSiteError
+from .bindings import OP_CLASSES, aligned_contract, check_contract, device_kind, dtype_name
+from .sites import Site
+
+if TYPE_CHECKING:
+    from .schema import Recipe
+
+STOCK = "stock"
+
+
+class Plan(BaseModel):
+    """Operator class -> contract id or ``stock``, with overrides by site name."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(min_length=1)
+    """For people; two plans with equal rules are equal plans whatever their names."""
+    rules: dict[str, str]
+    """Operator class (see :class:`.sites.Site`) -> contract id or ``stock``."""
+    overrides: dict[str, str] = Field(default_factory=dict)
+    """Site name (``model.layers.0.mlp#gated``) -> contract id or ``stock``."""
+
+    def choice(self, site: Site) -> str:
+        """Contract id or ``stock`` for a site; raises when the plan says nothing about it."""
+        chosen = self.overrides.get(site.name, self.rules.get(site.op_class))
+        if chosen is None:
+            raise UncoveredSiteError(
+                f"plan {self.name} has no contract for {site.name} ({site.op_class}); add a rule "
+                "for "
+                f"{site.op_class}, or use `--plan stock` to see what differs"
+            )
+        return chosen
+
+    @property
+    def digest(self) -> str:
+        """Digest of rules and overrides."""
+        text = json.dumps([self.rules, self.overrides], sort_keys=True)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def is_stock(self) -> bool:
+        """Whether every site runs what the framework would run."""
+        return {*self.rules.values(), *self.overrides.values()} <= {STOCK}
+
+
+def stock_plan() -> Plan:
+    """What the framework would run, everywhere."""
+    return Plan(name=STOCK, rules=dict.fromkeys(OP_CLASSES, STOCK))
+
+
+def aligned_plan(
+    dtype: torch.dtype | str, device: torch.device | str, sites: Iterable[Site] = ()
+) -> Plan:
+    """What the registry offers for a dtype and device; raises where a site's class has nothing."""
+    offered = {op_class: aligned_contract(op_class, dtype, device) for op_class in OP_CLASSES}
+    kind = f"{dtype_name(dtype)}-{device_kind(device)}"
+    bare = sorted({site.op_class for site in sites if offered.get(site.op_class) is None})
+    if bare:
+        first = next(site.name for site in sites if site.op_class == bare[0])
+        raise UncoveredSiteError(
+            f"no kernel contract for {', '.join(bare)} at {kind} (first site: {first}); "
+            "`zm kernels list` shows what there is"
+        )
+    rules = {op_class: contract for op_class, contract in offered.items() if contract is not None}
+    return Plan(name=f"aligned-{kind}", rules=rules)
+
+
+def plan_from(
+    spec: "str | Path | Plan | Recipe",
+    sites: Iterable[Site],
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+) -> Plan:
+    """The plan that ``spec`` names, checked against the sites.
+
+    spec: ``stock``, ``aligned``, a recipe folder or file, a recipe, or a plan.
+
+    Raises RecipeError (unreadable, another dtype or device, an override for no site, an unknown
+    contract) and UncoveredSiteError (a site without a rule).
+    """
+    from .schema import Recipe, load_recipe
+
+    sites = tuple(sites)
+    if isinstance(spec, str) and spec == STOCK:
+        return stock_plan()
+    if isinstance(spec, str) and spec == "aligned":
+        return aligned_plan(dtype, device, sites)
+    if isinstance(spec, str | Path):
+        if not Path(spec).exists():
+            raise RecipeError(
+                f"plan {str(spec)!r} is neither stock, aligned nor a recipe; check the path"
+            )
+        spec = load_recipe(spec)
+    if isinstance(spec, Recipe):
+        wanted, have = (spec.dtype, spec.device), (dtype_name(dtype), device_kind(device))
+        if wanted != have:
+            raise RecipeError(
+                f"recipe {spec.name} is for {' on '.join(wanted)}, this run is "
+                f"{' on '.join(have)}; "
+                "choose --dtype and --device to match, or align again"
+            )
+        spec = spec.plan
+    check_plan(spec, sites, dtype, device)
+    return spec
+
+
+def check_plan(
+    plan: Plan, sites: Iterable[Site], dtype: torch.dtype | str, device: torch.device | str
+) -> None:
+    """Every rule names a contract that serves its class here, every override an existing site."""
+    sites = tuple(sites)
+    unknown = sorted(set(plan.rules) - set(OP_CLASSES))
+    if unknown:
+        raise RecipeError(
+            f"plan {plan.name} has a rule for {unknown[0]!r}, which is no operator class; "
+            f"use one of {', '.join(OP_CLASSES)}"
+        )
+    names = {site.name for site in sites}
+    stray = sorted(set(plan.overrides) - names)
+    if stray and names:
+        raise RecipeError(
+            f"plan {plan.name} overrides {stray[0]!r}, which is no site of this model; "
+            "`zm inspect MODEL` lists the sites"
+        )
+    for op_class, contract in plan.rules.items():
+        if contract != STOCK:
+            check_contract(contract, op_class, dtype, device)
+    for site in sites:
+        choice = plan.choice(site)
+        if choice != STOCK:
+            check_contract(choice, site.op_class, dtype, device)

@@ -1,0 +1,163 @@
+"""The tap: where every operator site hands its call to whoever listens.
+
+One tap per instrumented model. A site's code runs *inside* the tap, so that the function watch
+(:mod:`.watch`) knows that what it sees there is the site's own business, and so is whatever the
+listener computes. With no listener a site costs one attribute test.
+
+Tensors are shown one row per token: ``[B, S, ...]`` becomes ``[B * S, ...]``.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..kernels.errors import ContractError
+from .sites import Site, SiteCall, SiteListener
+
+Run = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+class Tap:
+    """Call counts of a step, the batch shape of the running forward, and the listener."""
+
+    def __init__(self) -> None:
+        self.listener: SiteListener | None = None
+        self.auditing = False
+        self.executed: dict[str, Site] = {}
+        self.batch_shape: tuple[int, int] | None = None
+        self.context: object | None = (
+            None  # of a forward without an engine; made by its first layer
+        )
+        self._counts: dict[str, int] = {}
+        self._depth = 0
+
+    @property
+    def inside(self) -> bool:
+        """Whether a site's own code (or the listener's) is running."""
+        return self._depth > 0
+
+    @property
+    def watching(self) -> bool:
+        """Whether sites must announce themselves at all."""
+        return self.listener is not None or self.auditing
+
+    def begin_forward(self, batch_shape: tuple[int, int]) -> None:
+        """A forward pass of the base model starts: calls count from zero again."""
+        self.batch_shape = batch_shape
+        self.context = None
+        self._counts.clear()
+
+    def begin_rows(self, site: Site) -> None:
+        """This site runs on rows of its own next (a block of the head): calls count from 0."""
+        self._counts.pop(site.name, None)
+
+    @contextlib.contextmanager
+    def site_code(self) -> Iterator[None]:
+        """Everything in this block belongs to a site; the function watch does not see it.
+
+        Function modes are switched off inside: a kernel asks its tensors for shapes and strides
+        often enough for the watch to double its time.
+        """
+        if not self.watching:
+            yield
+            return
+        self._depth += 1
+        try:
+            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+                yield
+        finally:
+            self._depth -= 1
+
+    def observe(
+        self,
+        site: Site,
+        inputs: Mapping[str, Tensor],
+        output: Tensor,
+        *,
+        weights: tuple[str, ...] = (),
+        rerun: Run | None = None,
+    ) -> Tensor | None:
+        """Show one call, already in rows; returns what to put in the output's place, if any."""
+        if self.auditing:
+            self.executed.setdefault(site.name, site)
+        if self.listener is None:
+            return None
+        count = self._counts.get(site.name, 0)
+        self._counts[site.name] = count + 1
+        with self.site_code(), torch.no_grad():
+            graft = self.listener(
+                SiteCall(
+                    site=site,
+                    call=count,
+                    inputs={name: tensor.detach() for name, tensor in inputs.items()},
+                    output=output.detach(),
+                    weights=weights,
+                    rerun=rerun,
+                )
+            )
+        if graft is not None and (graft.shape != output.shape or graft.dtype != output.dtype):
+            raise ContractError(
+                f"graft for {site.name} is {graft.dtype} {list(graft.shape)}, the output is "
+                f"{output.dtype} "
+                f"{list(output.shape)}; return a tensor of the output's shape and dtype, or None"
+            )
+        return graft
+
+    def through(
+        self,
+        site: Site,
+        run: Run,
+        inputs: Mapping[str, Tensor],
+        *,
+        weights: tuple[str, ...] = (),
+        flat: bool = False,
+    ) -> Tensor:
+        """Run a stateless site and show it; returns its output, or the graft in its shape.
+
+        Tensors are ``[B, S, ...]`` (or per head, before or after the heads were moved forward), or
+        already one row per token where ``flat``.
+        """
+        with self.site_code():
+            output = run(inputs)
+        by_head = not flat and self._heads_first(output)
+        rows = _as_is if flat else head_rows if by_head else flatten_tokens
+        graft = self.observe(
+            site,
+            {name: rows(tensor) for name, tensor in inputs.items()},
+            rows(output),
+            weights=weights,
+            rerun=run,
+        )
+        if graft is None:
+            return output
+        return from_head_rows(graft, output.shape[0]) if by_head else graft.reshape(output.shape)
+
+    def _heads_first(self, tensor: Tensor) -> bool:
+        """Whether a tensor is ``[B, heads, S, D]`` rather than ``[B, S, heads, D]``."""
+        if tensor.dim() != 4 or self.batch_shape is None:
+            return False
+        tokens = self.batch_shape[1]
+        if tensor.shape[1] == tensor.shape[2] == tokens:
+            return tensor.stride(1) < tensor.stride(2)
+        return tensor.shape[1] != tokens and tensor.shape[2] == tokens
+
+
+def _as_is(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def flatten_tokens(tensor: Tensor) -> Tensor:
+    """``[B, S, ...]`` -> ``[B * S, ...]``."""
+    return tensor.flatten(0, 1)
+
+
+def head_rows(tensor_BHSD: Tensor) -> Tensor:
+    """``[B, heads, S, D]`` -> ``[B * S, heads, D]``."""
+    return tensor_BHSD.transpose(1, 2).flatten(0, 1)
+
+
+def from_head_rows(tensor_THD: Tensor, batch: int) -> Tensor:
+    """``[B * S, heads, D]`` -> ``[B, heads, S, D]``."""
+    return tensor_THD.unflatten(0, (batch, -1)).transpose(1, 2)

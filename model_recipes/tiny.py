@@ -1,0 +1,156 @@
+"""Small models with seeded random weights, built offline from transformers' own config classes.
+
+    tiny:llama                          grouped-query attention, tied head
+    tiny:llama+attention_bias+mlp_bias  the same with biases
+    tiny:llama+untied                   its own LM head
+
+They are small but big enough to tell the truth: hidden size 360 (no power of two, no multiple of
+16), two layers, at least three tiles on every reduced axis, a vocabulary of odd size, and weights
+scaled so that the next-token distribution has at most 70 % of a uniform one's entropy: with
+near-uniform logits equality would be vacuous. A new ``model_type`` is one entry in ``_ENTRIES``.
+
+Weights are integers times a scale, rounded once to bf16, drawn from a seed that depends on the
+tensor's name: the same on every machine, and float32 is the exact widening of bfloat16.
+"""
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..kernels.errors import UsageError
+
+PREFIX = "tiny:"
+
+_COMMON: dict[str, Any] = {
+    "vocab_size": 3011,
+    "hidden_size": 360,
+    "intermediate_size": 920,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 48,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_UNTIED = {"untied": {"tie_word_embeddings": False}}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One architecture: fields beyond the common ones, and what a ``+feature`` changes.
+
+    norm_centres: mean norm weight by a prefix of the norm's name, longest prefix first: 1 where the
+    norm multiplies by its weight, 0 where by 1 + weight (Gemma, whose norms after a block must also
+    outweigh its scaled embedding, or every token would predict itself).
+    """
+
+    fields: dict[str, Any] = field(default_factory=dict[str, Any])
+    norm_centres: dict[str, float] = field(default_factory=lambda: {"": 1.0})
+    features: dict[str, dict[str, Any]] = field(default_factory=lambda: dict(_UNTIED))
+
+
+_ENTRIES: dict[str, Entry] = {
+    "llama": Entry(
+        features=_UNTIED
+        | {"attention_bias": {"attention_bias": True}, "mlp_bias": {"mlp_bias": True}}
+    ),
+    "qwen2": Entry(),
+    "qwen3": Entry(),
+    "mistral": Entry(
+        fields={"sliding_window": 40}, features=_UNTIED | {"full": {"sliding_window": None}}
+    ),
+    "gemma3_text": Entry(
+        norm_centres={"post_": 11.0, "": 0.0},
+        fields={
+            "sliding_window": 40,
+            "query_pre_attn_scalar": 48,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+}
+
+# Standard deviations. Linear weights: gain / sqrt(fan_in). q and k make attention uneven, the
+# embedding (which is also the tied head) sets the spread of the logits, norms and biases are
+# visible.
+_GAINS = {"q_proj": 1.5, "k_proj": 1.5, "gate_proj": 1.5, "up_proj": 1.5}
+_LOGIT_SPREAD = 3.0
+_NORM_SPREAD = 0.25
+_BIAS_SPREAD = 0.3
+
+
+def model_types() -> tuple[str, ...]:
+    """Architectures that can be built."""
+    return tuple(_ENTRIES)
+
+
+def config_for(spec: str) -> Any:
+    """The transformers config that ``tiny:<model_type>[+feature...]`` names."""
+    from transformers import CONFIG_MAPPING
+
+    model_type, *features = spec.removeprefix(PREFIX).split("+")
+    if model_type not in _ENTRIES:
+        known = ", ".join(f"{PREFIX}{name}" for name in _ENTRIES)
+        raise UsageError(f"{spec!r} is not known; use one of {known}")
+    entry = _ENTRIES[model_type]
+    fields = _COMMON | entry.fields
+    for feature in features:
+        if feature not in entry.features:
+            raise UsageError(
+                f"{PREFIX}{model_type} has no feature {feature!r}; it has "
+                f"{', '.join(entry.features)}"
+            )
+        fields |= entry.features[feature]
+    return CONFIG_MAPPING[model_type](**fields)
+
+
+def build(spec: str, *, dtype: torch.dtype, seed: int = 0) -> nn.Module:
+    """Build a tiny model in eval mode."""
+    from transformers import AutoModelForCausalLM
+
+    config = config_for(spec)
+    centres = _ENTRIES[config.model_type].norm_centres
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    weights = {
+        name: draw(seed, name, tuple(parameter.shape), config.hidden_size, centres).to(dtype)
+        for name, parameter in skeleton.named_parameters()
+    }
+    module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            parameter.copy_(weights[name])
+    return module.eval()
+
+
+def draw(
+    seed: int, name: str, shape: tuple[int, ...], hidden_size: int, norm_centres: dict[str, float]
+) -> Tensor:
+    """The bf16 tensor of one parameter; depends on the arguments only."""
+    owner, kind = name.split(".")[-2:]
+    # numpy's legacy generator: its stream is frozen. A sum of four uniform integers is bell-shaped,
+    # has at most 8 bits, and is exact everywhere.
+    generator = np.random.RandomState(_tensor_seed(seed, name))
+    steps = generator.randint(-32, 32, (4, *shape), dtype=np.int16).sum(0, dtype=np.int16) + 2
+    unit = steps.astype(np.float64) / 36.95  # standard deviation of the sum
+    if kind == "bias":
+        values = _BIAS_SPREAD * unit
+    elif len(shape) == 1:
+        centre = next(value for prefix, value in norm_centres.items() if owner.startswith(prefix))
+        values = centre + _NORM_SPREAD * unit
+    elif owner in ("embed_tokens", "lm_head"):
+        values = _LOGIT_SPREAD / hidden_size**0.5 * unit
+    else:
+        values = _GAINS.get(owner, 1.0) / shape[-1] ** 0.5 * unit
+    return torch.from_numpy(values).to(torch.bfloat16)
+
+
+def _tensor_seed(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little")
