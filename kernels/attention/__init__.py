@@ -167,11 +167,12 @@ def packed_attention(
             "entry must be the number of rows"
         )
     head_dim = q.shape[2]
-    tensors = (*(_padded(each) for each in (q, k, v)), _sinks(sinks, q))
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        out = _Packed.apply(*tensors, batch, settings)
+    q, k, v, sinks = _padded(q), _padded(k), _padded(v), _sinks(sinks, q)
+    needed = any(x is not None and x.requires_grad for x in (q, k, v, sinks))
+    if torch.is_grad_enabled() and needed:
+        out = _Packed.apply(q, k, v, sinks, batch, settings)
     else:
-        out = _packed_forward(*tensors, batch, settings)[0]
+        out = _packed_forward(q, k, v, sinks, batch, settings)[0]
     return out[..., :head_dim]
 
 
@@ -223,7 +224,7 @@ def _packed_forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = q.detach(), k.detach(), v.detach()
     num_pages = int(((batch.kv_len + PAGE - 1) // PAGE).sum())
-    k_pages, v_pages = cpu.new_pages(num_pages, *k.shape[1:], k.dtype)
+    k_pages, v_pages = cpu.new_pages(num_pages, k.shape[1], k.shape[2], k.dtype)
     cpu.write_pages(k_pages, v_pages, k, v, batch.slot)
     run = choose(covering(cpu.CONTRACTS, q).id).run
     index = (batch.query_start, batch.kv_len, batch.block_table)
@@ -248,12 +249,14 @@ class _Packed(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Any:
         q, k, v, sinks, out, peak, total = ctx.saved_tensors
         dtype, batch = q.dtype, ctx.batch
-        wide = (each.float() for each in (dout.contiguous(), q, k, v, out))
+        dout = grads[0].float().contiguous()
         dq, dk, dv, dsinks = cpu.backward(
-            *wide, peak, total, batch.query_start, batch.kv_len, batch.block_table, batch.slot,
-            sinks, *ctx.settings,
+            dout, q.float(), k.float(), v.float(), out.float(), peak, total,
+            batch.query_start, batch.kv_len, batch.block_table, batch.slot, sinks, *ctx.settings,
         )
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None, None

@@ -60,9 +60,11 @@ class _Silu(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Tensor:
         (x,) = ctx.saved_tensors
-        return cpu.backward(dy.contiguous(), x, None)[0]
+        return cpu.backward(grads[0].contiguous(), x, None)[0]
 
 
 class _SiluMul(torch.autograd.Function):
@@ -73,6 +75,8 @@ class _SiluMul(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Any:
         gate, up = ctx.saved_tensors
-        return cpu.backward(dy.contiguous(), gate, up)
+        return cpu.backward(grads[0].contiguous(), gate, up)

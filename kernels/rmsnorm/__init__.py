@@ -107,8 +107,11 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, ds: Tensor | None = None) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Any:
         s, weight = ctx.saved_tensors
         eps, unit_offset, has_residual = ctx.settings
-        dx, dw = rmsnorm_backward(dy, s, weight, eps, unit_offset=unit_offset, ds=ds)
+        ds = grads[1] if has_residual else None
+        dx, dw = rmsnorm_backward(grads[0], s, weight, eps, unit_offset=unit_offset, ds=ds)
         return dx, dx if has_residual else None, dw.to(weight.dtype), None, None

@@ -86,8 +86,10 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> Any:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Any:
         cos, sin = ctx.saved_tensors
         first, second = sin.chunk(2, dim=1)
         back = -torch.cat((second, first), dim=1)  # the transposed rotation; -sin when halves agree
-        return _rotate(dy.contiguous(), cos, back), None, None
+        return _rotate(grads[0].contiguous(), cos, back), None, None

@@ -60,7 +60,8 @@ def test_every_variant_gives_the_bits_of_the_definition(
     arguments = (
         (torch.randn(sum(counts), heads, dim) * 2).to(dtype), k, v,
         torch.tensor([0, *counts]).cumsum(0).to(torch.int32),
-        torch.tensor(lengths, dtype=torch.int32), table, dim**-0.5, options["window"], options["softcap"], sinks,
+        torch.tensor(lengths, dtype=torch.int32), table,
+        dim**-0.5, options["window"], options["softcap"], sinks,
     )  # fmt: skip
     wanted = definition(*arguments)
     assert all(each.isfinite().all() for each in wanted)

@@ -21,7 +21,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 @pytest.mark.parametrize("variant", available_variants())
 def test_the_reference_exponential_has_the_core_bits(variant: str) -> None:
     edges = torch.tensor([0.0, -0.0, 88.0, -87.33654, torch.inf, -torch.inf, 1e-40, -1e-40])
-    x = torch.cat((torch.linspace(-120, 120, 50_001), torch.randn(50_000) * 10, edges))
+    x = torch.cat((torch.linspace(-120, 120, 15_001), torch.randn(15_000) * 10, edges))
     y = torch.empty_like(x)
     core(variant).call("exp", x, y, x.numel())
     assert bits.equal(y, exp32(x))
