@@ -1,0 +1,91 @@
+"""Is it still the right model? The error of a plan's logprobs against the untouched model in fp64.
+
+Equal bits on both sides prove nothing if both compute another model. So the logprobs of a run are
+compared with transformers' own module, untouched, cast to fp64; the allowance is twice the error
+that the stock model itself has at the run's dtype. Transformers keeps norms and rotary tables in
+fp32 even then, which costs about 8e-7 in a logprob: far below what is judged here.
+
+    reference = reference_logprobs(pristine, run.requests)
+    accuracy = measure_accuracy(reference, ours=run, stock=stock_run)
+
+This is the only place outside gradients where numbers are compared by size; it never says "equal".
+"""
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..kernels.errors import InconclusiveError
+from ..model_recipes.models import LoadedModel
+from ..trainer.engines.base import Request, Run
+from .records import Record
+from .rollouts import logprob_values
+
+ALLOWANCE = 2.0
+Token = tuple[str, int]
+
+
+class ErrorSize(Record):
+    """Absolute errors of logprobs over the compared tokens."""
+
+    mean: float
+    largest: float
+
+
+class Accuracy(Record):
+    """Errors against fp64. ``beyond``: tokens whose error exceeds twice stock's largest."""
+
+    compared: int
+    ours: ErrorSize
+    stock: ErrorSize
+    beyond: int
+    allowance: float = ALLOWANCE
+
+    @property
+    def passed(self) -> bool:
+        """Mean and largest error within the allowance."""
+        return self.beyond == 0 and self.ours.mean <= self.allowance * self.stock.mean
+
+
+def reference_logprobs(
+    pristine: LoadedModel,
+    requests: Sequence[Request],
+    progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+) -> dict[Token, float]:
+    """fp64 logprob of every sampled token, from transformers' own module, untouched, cast to fp64.
+
+    pristine: a freshly loaded model that no plan was ever applied to (it is copied, not changed).
+    """
+    module = copy.deepcopy(pristine.module).double().eval()
+    found: dict[Token, float] = {}
+    with torch.no_grad():
+        for index, request in enumerate(requests):
+            progress(index, len(requests), f"fp64 {request.id}")
+            ids = torch.tensor([request.tokens])
+            temperature = request.sampling.temperature or 1.0
+            rows = module(input_ids=ids, use_cache=False).logits[0].double() / temperature
+            logprobs = torch.log_softmax(rows, dim=-1)
+            for position, sampled in enumerate(request.sampled_mask):
+                if sampled and position:
+                    token = request.tokens[position]
+                    found[request.id, position] = float(logprobs[position - 1, token])
+    return found
+
+
+def measure_accuracy(reference: Mapping[Token, float], *, ours: Run, stock: Run) -> Accuracy:
+    """Errors of both runs over the sampled tokens that all three have."""
+    our_values, stock_values = logprob_values(ours), logprob_values(stock)
+    tokens = sorted(reference.keys() & our_values.keys() & stock_values.keys())
+    if not tokens:
+        raise InconclusiveError("no token has a logprob on all sides; run with sampled tokens")
+    our_errors = [abs(our_values[token] - reference[token]) for token in tokens]
+    stock_errors = [abs(stock_values[token] - reference[token]) for token in tokens]
+    worst = max(stock_errors)
+    return Accuracy(
+        compared=len(tokens),
+        ours=ErrorSize(mean=math.fsum(our_errors) / len(tokens), largest=max(our_errors)),
+        stock=ErrorSize(mean=math.fsum(stock_errors) / len(tokens), largest=worst),
+        beyond=sum(error > ALLOWANCE * worst for error in our_errors),
+    )
