@@ -223,8 +223,7 @@ def _packed_forward(
     settings: tuple[float, int, float],
 ) -> tuple[Tensor, Tensor, Tensor]:
     q, k, v = q.detach(), k.detach(), v.detach()
-    num_pages = int(((batch.kv_len + PAGE - 1) // PAGE).sum())
-    k_pages, v_pages = cpu.new_pages(num_pages, k.shape[1], k.shape[2], k.dtype)
+    k_pages, v_pages = cpu.new_pages(batch.num_pages, k.shape[1], k.shape[2], k.dtype)
     cpu.write_pages(k_pages, v_pages, k, v, batch.slot)
     run = choose(covering(cpu.CONTRACTS, q).id).run
     index = (batch.query_start, batch.kv_len, batch.block_table)
@@ -255,8 +254,7 @@ class _Packed(torch.autograd.Function):
         q, k, v, sinks, out, peak, total = ctx.saved_tensors
         dtype, batch = q.dtype, ctx.batch
         dout = grads[0].float().contiguous()
-        dq, dk, dv, dsinks = cpu.backward(
-            dout, q.float(), k.float(), v.float(), out.float(), peak, total,
-            batch.query_start, batch.kv_len, batch.block_table, batch.slot, sinks, *ctx.settings,
-        )
+        wide = (dout, q.float(), k.float(), v.float(), out.float())
+        run = choose(cpu.GRADIENT.id).run
+        dq, dk, dv, dsinks = run(*wide, peak, total, batch.query_start, *ctx.settings, sinks)
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks, None, None

@@ -55,6 +55,11 @@ class AttentionBatch:
                 f"{tuple(self.block_table.shape)}, {tuple(self.slot.shape)}; build them so"
             )
 
+    @property
+    def num_pages(self) -> int:
+        """Pages that the requests' keys fill."""
+        return int(((self.kv_len + PAGE - 1) // PAGE).sum())
+
 
 def packed_batch(query_start: Tensor) -> AttentionBatch:
     """Whole requests back to back, each in pages of its own; integer ``query_start [B + 1]``."""

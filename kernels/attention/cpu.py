@@ -1,4 +1,4 @@
-"""Attention on the CPU core: contract, implementations, cache pages and the backward call."""
+"""Attention on the CPU core: contracts and implementations, and the pages of a cache."""
 
 import torch
 from torch import Tensor
@@ -6,8 +6,8 @@ from torch import Tensor
 from ..cpu.load import core
 from ..cpu.register import is_bf16, register_core
 from ..errors import ContractError
+from .batch import PAGE, packed_batch
 
-PAGE = 16
 MAX_HEAD_DIM = 256
 
 
@@ -76,7 +76,8 @@ def write_pages(
     )
 
 
-def backward(
+def _grad(
+    variant: str,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -85,28 +86,40 @@ def backward(
     peak: Tensor,
     total: Tensor,
     query_start: Tensor,
-    kv_len: Tensor,
-    block_table: Tensor,
-    slot: Tensor,
-    sinks: Tensor | None,
     scale: float,
-    window: int,
-    softcap: float,
-    variant: str | None = None,
+    window: int = 0,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """``dq, dk, dv, dsinks`` in fp32 for packed requests; all tensors fp32 but the index ones."""
     (rows, heads, dim), kv_heads = q.shape, k.shape[1]
-    num_pages = int((kv_len + PAGE - 1).div(PAGE, rounding_mode="floor").sum())
-    k_pages, k_rows = new_pages(num_pages, kv_heads, dim, torch.float32)
-    v_pages, _ = new_pages(num_pages, kv_heads, dim, torch.float32)
-    write_pages(k_pages, k_rows, k, k, slot)
-    write_pages(v_pages, None, v, None, slot)
+    batch = packed_batch(query_start)
+    k_pages, k_rows = new_pages(batch.num_pages, kv_heads, dim, torch.float32)
+    v_pages = torch.empty_like(k_pages)
+    write_pages(k_pages, k_rows, k, k, batch.slot)
+    write_pages(v_pages, None, v, None, batch.slot)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     dsinks = None if sinks is None else torch.empty_like(sinks)
     delta = torch.empty(rows, heads, dtype=torch.float32)
     core(variant).call(
-        "attention_backward", q, k_pages, v_pages, k_rows, out, dout, query_start, kv_len,
-        block_table, sinks, peak, total, delta, dq, dk, dv, dsinks, *block_table.shape, heads,
-        kv_heads, dim, window, float(scale), float(softcap), torch.get_num_threads(),
+        "attention_backward", q, k_pages, v_pages, k_rows, out, dout, batch.query_start,
+        batch.kv_len, batch.block_table, sinks, peak, total, delta, dq, dk, dv, dsinks,
+        *batch.block_table.shape, heads, kv_heads, dim, window, float(scale), float(softcap),
+        torch.get_num_threads(),
     )
     return dq, dk, dv, dsinks
+
+
+GRADIENT = register_core(
+    _grad,
+    name="attention_grad.pages16",
+    storages=("float32",),
+    op="attention_grad",
+    formula="p from the saved maximum and sum; ds = scale p (dO V - sum(dO O)); dQ = ds K, "
+    "dK = ds Q, dV = p dO; dsink = -sum p_sink sum(dO O)",
+    order="one FMA chain each; dQ: keys ascending; dK, dV: heads of the group, then queries, "
+    "ascending",
+    rounding="fp32 throughout; bf16 is widened before and rounded once after",
+    functions="exp.cpu.v1, tanh.cpu.v1 (softcap), correctly rounded division",
+    reference="zeromismatch.kernels.reference.attention_grad:attention_grad",
+    gradient_rtol=1e-5,
+)[torch.float32]

@@ -64,7 +64,8 @@ class _Silu(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> Tensor:
         (x,) = ctx.saved_tensors
-        return cpu.backward(grads[0].contiguous(), x, None)[0]
+        run = choose(covering(cpu.ACTIVATION_GRADIENTS, x).id).run
+        return run(grads[0].contiguous(), x)
 
 
 class _SiluMul(torch.autograd.Function):
@@ -79,4 +80,5 @@ class _SiluMul(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> Any:
         gate, up = ctx.saved_tensors
-        return cpu.backward(grads[0].contiguous(), gate, up)
+        run = choose(covering(cpu.GATED_GRADIENTS, gate).id).run
+        return run(grads[0].contiguous(), gate, up)

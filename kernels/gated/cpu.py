@@ -1,4 +1,4 @@
-"""silu and silu_mul on the CPU core: contracts, implementations and the backward calls."""
+"""silu and silu_mul on the CPU core: contracts and implementations, forward and gradient."""
 
 import torch
 from torch import Tensor
@@ -42,10 +42,13 @@ GATED = register_core(
 )
 
 
-def backward(
-    dy: Tensor, gate: Tensor, up: Tensor | None, variant: str | None = None
+def _silu_grad(variant: str, dy: Tensor, x: Tensor) -> Tensor:
+    return _silu_mul_grad(variant, dy, x, None)[0]
+
+
+def _silu_mul_grad(
+    variant: str, dy: Tensor, gate: Tensor, up: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """``(dgate, dup)``; without ``up`` the gradient of silu alone."""
     dgate = torch.empty_like(gate)
     dup = None if up is None else torch.empty_like(gate)
     core(variant).call(
@@ -53,3 +56,27 @@ def backward(
         torch.get_num_threads(),
     )
     return dgate, dup
+
+
+ACTIVATION_GRADIENTS = register_core(
+    _silu_grad,
+    name="activation_grad.silu",
+    op="activation_grad",
+    formula="dx = dy sig (1 + x (1 - sig)), sig = 1 / (1 + exp(-x))",
+    order="none: elementwise",
+    rounding="fp32 inside, once to storage",
+    functions=_FUNCTIONS,
+    reference="zeromismatch.kernels.reference.gated:silu_grad",
+    gradient_rtol=1e-5,
+)
+GATED_GRADIENTS = register_core(
+    _silu_mul_grad,
+    name="gated_grad.silu",
+    op="gated_grad",
+    formula="dgate = silu_grad(round(dy up), gate), dup = dy silu(gate)",
+    order="none: elementwise",
+    rounding="each of the two steps rounded to storage: as if not fused",
+    functions=_FUNCTIONS,
+    reference="zeromismatch.kernels.reference.gated:silu_mul_grad",
+    gradient_rtol=1e-5,
+)

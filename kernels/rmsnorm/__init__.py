@@ -68,10 +68,10 @@ def rmsnorm_backward(
     ds: gradient that reaches ``s`` by another path (the residual's). accumulate_into: an fp32
     ``[H]`` whose chains continue, so that micro-batches give the bits of one batch.
     """
-    covering(cpu.CONTRACTS, s)
-    dw = torch.zeros(s.shape[1]) if accumulate_into is None else accumulate_into
-    dx = cpu.backward(dy.contiguous(), s, weight, eps, unit_offset, _contiguous(ds), dw)
-    return dx, dw
+    run = choose(covering(cpu.GRADIENTS, s).id).run
+    ds = None if ds is None else ds.contiguous()
+    dx, dw = run(dy.contiguous(), s, weight, eps, unit_offset, ds, accumulate_into)
+    return dx, dw if accumulate_into is None else accumulate_into.copy_(dw)
 
 
 def _rows(x: Tensor, weight: Tensor) -> Tensor:
@@ -89,10 +89,6 @@ def _forward(
 ) -> Any:
     run = choose(covering(cpu.CONTRACTS, rows).id).run
     return run(rows.detach(), weight.detach(), eps, unit_offset, residual)
-
-
-def _contiguous(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.contiguous()
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -1,4 +1,4 @@
-"""RMSNorm on the CPU core: contracts, implementations and the backward call."""
+"""RMSNorm on the CPU core: contracts and implementations, forward and gradient."""
 
 import torch
 from torch import Tensor
@@ -38,21 +38,34 @@ CONTRACTS = register_core(
 )
 
 
-def backward(
+def _grad(
+    variant: str,
     dy: Tensor,
     s: Tensor,
     weight: Tensor,
     eps: float,
-    unit_offset: bool,
-    ds: Tensor | None,
-    dw: Tensor | None,
-    variant: str | None = None,
-) -> Tensor:
-    """dx ``[T, H]`` (rows independent); ``dw`` fp32 ``[H]`` grows in place, rows ascending."""
+    unit_offset: bool = False,
+    ds: Tensor | None = None,
+    initial: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     dx = torch.empty_like(s)
+    dw = torch.zeros(s.shape[1], dtype=torch.float32) if initial is None else initial.clone()
     rstd = torch.empty(s.shape[0], dtype=torch.float32)
     core(variant).call(
         "rmsnorm_backward", dy, s, weight, ds, dx, dw, rstd, *s.shape, float(eps), unit_offset,
         is_bf16(s), torch.get_num_threads(),
     )
-    return dx
+    return dx, dw
+
+
+GRADIENTS = register_core(
+    _grad,
+    name="rmsnorm_grad.lanes16",
+    op="rmsnorm_grad",
+    formula="dx = ds + r (g - s sum(g s) r r / H), g = dy w; dw = sum over rows of dy round(s r)",
+    order="row sums in 16 lanes as in the forward; dw one FMA chain over rows, ascending",
+    rounding="fp32 inside, dx once to storage, dw stays fp32",
+    functions="correctly rounded square root and division",
+    reference="zeromismatch.kernels.reference.rmsnorm:rmsnorm_grad",
+    gradient_rtol=1e-5,
+)

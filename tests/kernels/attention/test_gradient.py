@@ -1,14 +1,16 @@
 """Attention's backward: against independent fp64 autograd, deterministic, rows independent."""
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from zeromismatch.kernels import bits
-from zeromismatch.kernels.attention import cpu, packed_attention
+from zeromismatch.kernels.attention import cpu, packed_attention, packed_batch
 from zeromismatch.kernels.contract import implementations
+from zeromismatch.kernels.dispatch import choose
+from zeromismatch.kernels.reference.attention_grad import attention_grad as definition
+from zeromismatch.kernels.trial import outputs
 
 LENGTHS = (70, 1, 0, 33)
 SETTINGS = (
@@ -38,6 +40,21 @@ class Problem:
         sinks = leaves[3] if len(leaves) == 4 else None
         out = packed_attention(*leaves[:3], self.start, sinks=sinks, **self.options)
         return list(torch.autograd.grad(out, leaves, self.dout.to(dtype)))
+
+    def saved(self) -> tuple[object, ...]:
+        """Arguments of the gradient contract, with the statistics of the forward."""
+        batch = packed_batch(self.start)
+        q, k, v, *rest = self.leaves
+        sinks = rest[0] if rest else None
+        pages = cpu.new_pages(batch.num_pages, *k.shape[1:], k.dtype)
+        cpu.write_pages(*pages, k, v, batch.slot)
+        index = (batch.query_start, batch.kv_len, batch.block_table)
+        settings = (
+            self.options["scale"], self.options.get("window", 0), self.options.get("softcap", 0.0),
+        )  # fmt: skip
+        run = choose(cpu.CONTRACTS[q.dtype].id).run
+        saved = run(q, *pages, *index, *settings, sinks)
+        return self.dout, q, k, v, *saved, batch.query_start, *settings, sinks
 
     def gradients_fp64(self) -> list[Tensor]:
         leaves = [x.double().requires_grad_() for x in self.leaves]
@@ -91,7 +108,7 @@ def test_the_gradient_check_sees_a_missing_scale() -> None:
     assert worst(dq / problem.options["scale"], problem.gradients_fp64()[0]) > 1e-2
 
 
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("setting", [SETTINGS[0], SETTINGS[3]])
 def test_repeats_and_threads_do_not_move_a_bit(setting: dict[str, float], threads: int) -> None:
     problem = Problem(**setting)
     torch.set_num_threads(1)
@@ -122,13 +139,13 @@ def test_a_query_gradient_depends_on_no_later_row() -> None:
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_backward_variants_agree(
-    setting: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_variant_gives_the_gradient_of_the_definition(setting: dict[str, float]) -> None:
     problem = Problem(**setting)
-    wanted, backward = problem.gradients(), cpu.backward
-    for each in implementations(cpu.CONTRACTS[torch.float32].id):
+    if setting["dim"] % 16:
+        problem.leaves[:3] = [pad(x, (0, -x.shape[2] % 16)) for x in problem.leaves[:3]]
+        problem.dout = pad(problem.dout, (0, -problem.dout.shape[2] % 16))
+    arguments = problem.saved()
+    wanted = definition(*arguments)
+    for each in implementations(cpu.GRADIENT.id):
         if each.missing() is None:
-            variant = each.name.removeprefix("core-")
-            monkeypatch.setattr(cpu, "backward", partial(backward, variant=variant))
-            assert all(map(bits.equal, problem.gradients(), wanted)), variant
+            assert all(map(bits.equal, outputs(each.run(*arguments)), outputs(wanted))), each.name

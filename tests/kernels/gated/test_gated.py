@@ -89,14 +89,28 @@ def test_gradients_agree_with_fp64() -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_backward_variants_agree_at_any_width(dtype: torch.dtype, threads: int) -> None:
-    dy, gate, up = (torch.randn(301, 67).to(dtype) for _ in range(3))
-    first = cpu.backward(dy, gate, up, available_variants()[0])
-    for variant in available_variants():
-        for one, other in zip(cpu.backward(dy, gate, up, variant), first, strict=True):
-            assert bits.equal(one, other)
-    alone = [cpu.backward(d[None], g[None], u[None]) for d, g, u in zip(dy, gate, up, strict=True)]
-    assert bits.equal(torch.cat([dgate for dgate, _ in alone]), first[0])
+def test_every_variant_gives_the_gradient_of_the_definition(dtype: torch.dtype) -> None:
+    for rows, width in ((40, 67), (3, 7), (1, 1)):
+        dy, gate, up = (
+            adversarial.rows(rows, width, seed=seed, dtype=dtype, scale=0.3) for seed in (1, 2, 3)
+        )
+        alone, gated = definition.silu_grad(dy, gate), definition.silu_mul_grad(dy, gate, up)
+        for each in implementations(cpu.ACTIVATION_GRADIENTS[dtype].id):
+            if each.missing() is None:
+                assert bits.equal(each.run(dy, gate), alone), each.name
+        for each in implementations(cpu.GATED_GRADIENTS[dtype].id):
+            if each.missing() is None:
+                assert all(map(bits.equal, each.run(dy, gate, up), gated)), each.name
+
+
+def test_a_gradient_element_depends_on_nothing_but_itself(threads: int) -> None:
+    x = (torch.randn(200, 37) * 4).requires_grad_()
+
+    def slope(rows: Tensor) -> Tensor:
+        leaf = rows.detach().requires_grad_()
+        return torch.autograd.grad(silu(leaf).sum(), leaf)[0]
+
+    assert elements_that_change(slope, x) == 0
 
 
 def test_shapes_layouts_and_bad_tensors() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from zeromismatch.kernels import adversarial, bits
-from zeromismatch.kernels.contract import Implementation, implementations
+from zeromismatch.kernels.contract import Contract, Implementation, implementations
 from zeromismatch.kernels.errors import ContractError
 from zeromismatch.kernels.reference import rmsnorm as definition
 from zeromismatch.kernels.rmsnorm import cpu, rmsnorm, rmsnorm_backward, rmsnorm_residual
@@ -17,8 +17,10 @@ WIDTHS = (576, 1536, 40, 16, 7, 1)
 EPS = 1e-5
 
 
-def usable(dtype: torch.dtype) -> list[Implementation]:
-    offered = implementations(cpu.CONTRACTS[dtype].id)
+def usable(
+    dtype: torch.dtype, contracts: dict[torch.dtype, Contract] = cpu.CONTRACTS
+) -> list[Implementation]:
+    offered = implementations(contracts[dtype].id)
     return [each for each in offered if each.missing() is None]
 
 
@@ -187,18 +189,19 @@ def test_dx_rows_are_independent_and_dw_continues_over_micro_batches(
     assert bits.equal(chain, dw)
 
 
+@pytest.mark.parametrize("unit_offset", [False, True])
+@pytest.mark.parametrize("width", [37, 200])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_backward_variants_agree(dtype: torch.dtype) -> None:
-    s, dy, ds = (adversarial.rows(40, 37, seed=seed, dtype=dtype) for seed in (1, 2, 3))
-    weight = weight_of(37, dtype)
-    results = []
-    for each in usable(dtype):
-        dw = torch.zeros(37)
-        variant = each.name.removeprefix("core-")
-        results.append((cpu.backward(dy, s, weight, EPS, True, ds, dw, variant), dw))
-    for dx, dw in results[1:]:
-        assert bits.equal(dx, results[0][0])
-        assert bits.equal(dw, results[0][1])
+def test_every_variant_gives_the_gradient_of_the_definition(
+    dtype: torch.dtype, width: int, unit_offset: bool
+) -> None:
+    s, dy, ds = (adversarial.rows(40, width, seed=seed, dtype=dtype) for seed in (1, 2, 3))
+    weight = weight_of(width, dtype)
+    for extra in ((None, None), (ds, torch.randn(width))):
+        arguments = (dy, s, weight, EPS, unit_offset, *extra)
+        wanted = definition.rmsnorm_grad(*arguments)
+        for each in usable(dtype, cpu.GRADIENTS):
+            assert all(map(bits.equal, each.run(*arguments), wanted)), each.name
 
 
 def test_tensors_outside_the_contract_are_refused() -> None:
