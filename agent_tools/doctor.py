@@ -108,9 +108,9 @@ def examine(folder: Path | None = None) -> Examination:
 
 def versions() -> Iterator[tuple[str, str]]:
     """Installed versions of what can change numbers; packages that are absent are left out."""
-    from .. import __version__
+    import zeromismatch
 
-    yield "zero-mismatch", __version__
+    yield "zero-mismatch", zeromismatch.__version__
     yield "python", platform.python_version()
     yield "platform", platform.platform()
     for package in PACKAGES:
@@ -214,7 +214,8 @@ def links_check() -> Check:
 
 def library_checks() -> Iterator[Check]:
     """torch and transformers: present, and within the range that this project is tested with."""
-    for package, wanted in (("torch", "torch>=2.11"), ("transformers", "transformers>=5.16.1,<5.20")):
+    for wanted in ("torch>=2.11", "transformers>=5.16.1,<5.20"):
+        package = wanted.partition(">")[0]
         present = importlib.util.find_spec(package) is not None
         version = importlib.metadata.version(package) if present else "absent"
         fits = present and in_range(version, wanted)
@@ -236,7 +237,8 @@ def in_range(version: str, requirement: str) -> bool:
 def core_check() -> Check:
     """The compiled CPU core: required unless there is a GPU to compute on."""
     if importlib.util.find_spec("torch") is None:
-        return Check(name="CPU core", status="missing", detail="needs torch", remedy="install torch")
+        step = "install torch first"
+        return Check(name="CPU core", status="missing", detail="needs torch", remedy=step)
     import torch
 
     from ..kernels.cpu import load
@@ -282,12 +284,12 @@ def extra_checks() -> Iterator[Check]:
             name=f"extra {extra}",
             status="ok" if present else "absent",
             detail=purpose,
-            remedy="" if present else f"run `pip install 'zero-mismatch[{extra}]'`",
+            remedy="" if present else f"run `pip install -e '.[{extra}]'` in the check-out",
         )
 
 
 def room_checks(folder: Path) -> Iterator[Check]:
-    """Memory and disk: too little is said, not refused; the work itself refuses what does not fit."""
+    """Memory and disk: too little is said here and refused by the work that needs it."""
     memory, disk = memory_gb(), free_disk_gb(folder)
     if memory is not None and memory < MIN_MEMORY_GB:
         yield Check(

@@ -1,18 +1,20 @@
 """Where two traces differ, layer by token: the numbers behind the report's heat map.
 
-Each cell counts the operator sites of one layer whose output bits differ at one token. Nothing was
-grafted in such a pair of runs, so a difference shows where it starts and how it spreads; who caused it
-is the culprit list's business.
+Each cell counts the operator sites of one layer whose output bits differ at one token. Nothing
+was grafted in such a pair of runs, so a difference shows where it starts and how it spreads; who
+caused it is the culprit list's business.
 
     heat_map(Comparison(left_trace, right_trace))
 """
 
 import re
+from pathlib import Path
 
 import numpy as np
 
 from .compare import ABSENT, DIFFERENT, Comparison
 from .plots import HeatMap
+from .trace_store import load_trace
 
 LAYER = re.compile(r"\blayers?\.(\d+)\b")
 
@@ -37,6 +39,11 @@ def heat_map(comparison: Comparison) -> HeatMap:
         spans=tuple((request.id, len(request.tokens)) for request in trace.requests),
         cells=tuple(tuple(row) for row in cells.tolist()),
     )
+
+
+def stored_heat_map(folder: Path) -> HeatMap:
+    """The same from the two traces that ``localize`` left in a folder (``left`` and ``right``)."""
+    return heat_map(Comparison(load_trace(folder / "left"), load_trace(folder / "right")))
 
 
 def row_name(site: str) -> str:

@@ -1,13 +1,15 @@
 """Geometry of the report's two plots, so that the template only prints rectangles.
 
-Heat map: a row per layer, a column per token; neighbouring cells of one level become one rectangle, and
-more columns than fit are binned by their worst value. Histogram: bars on a logarithmic scale, since one
-ULP is usually thousands of times as frequent as a thousand. Colours are classes; the themes name them.
+Heat map: a row per layer, a column per token; neighbouring cells of one level become one
+rectangle, and more columns than fit are binned by their worst value. Histogram: bars on a
+logarithmic scale, since one ULP is usually thousands of times as frequent as a thousand. Colours
+are classes; the themes name them.
 
     draw_heat(HeatMap(rows=("layer 0",), spans=(("a", 3),), cells=((0, 2, 2),))).rectangles
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 
@@ -17,6 +19,7 @@ MAX_COLUMNS = 240
 PLOT_WIDTH = 880.0
 ROW_HEIGHT = 13.0
 NUM_LEVELS = 5
+LAST_BUCKET = 16384
 
 
 class HeatMap(Record):
@@ -81,11 +84,10 @@ def draw_heat(heat: HeatMap) -> HeatDrawing:
     binned = [[max(row[i : i + per_bin]) for i in range(0, num_columns, per_bin)] for row in cells]
     width = PLOT_WIDTH / max(1, len(binned[0]) if binned else 1)
     worst = max((value for row in binned for value in row), default=0)
-    rectangles = tuple(
-        rectangle
-        for index, row in enumerate(binned)
-        for rectangle in _row_rectangles(rows[index], row, index * ROW_HEIGHT, width, worst, per_bin)
-    )
+    rectangles: list[Rectangle] = []
+    for index, row in enumerate(binned):
+        y = index * ROW_HEIGHT
+        rectangles += _row_rectangles(rows[index], row, y, width, worst, per_bin)
     step = max(1, len(rows) // 16)
     labels = tuple(
         Label(x=-8, y=(index + 0.5) * ROW_HEIGHT, text=name)
@@ -96,7 +98,7 @@ def draw_heat(heat: HeatMap) -> HeatDrawing:
         width=PLOT_WIDTH,
         height=len(rows) * ROW_HEIGHT,
         row_height=ROW_HEIGHT,
-        rectangles=rectangles,
+        rectangles=tuple(rectangles),
         row_labels=labels,
         borders=tuple(_borders(spans, width / per_bin)),
         legend=tuple(_legend(worst)),
@@ -118,7 +120,7 @@ def _row_rectangles(
             y=y,
             width=round(length * width, 2),
             level=level(value, worst),
-            title=f"{name}, columns {first}-{last}: {meaning}",
+            title=f"{name}, tokens {first}-{last}: {meaning}",
         )
         start += length
 
@@ -159,14 +161,20 @@ def _summary(heat: HeatMap) -> str:
             continue
         for request, count in heat.spans:
             if column < count:
-                return f"{text}; topmost in {name}, first at column {column} of {request}."
+                return f"{text}; topmost in {name}, first at token {column} of {request}."
             column -= count
     return f"{text}."
 
 
 def bars(histogram: Mapping[str, int]) -> tuple[Bar, ...]:
-    """Buckets of differing elements in order of distance; ``0`` (equal ones) is left out."""
-    kept = {bucket: count for bucket, count in histogram.items() if bucket != "0" and count}
+    """Buckets of differing elements in order of distance, without ``0`` (equal ones); the far end
+    is one bucket."""
+    kept: dict[str, int] = {}
+    for bucket, count in histogram.items():
+        if bucket != "0" and count:
+            far = LAST_BUCKET <= _distance(bucket) < math.inf
+            name = f"{LAST_BUCKET} and more" if far else bucket
+            kept[name] = kept.get(name, 0) + count
     top = math.log10(max(kept.values(), default=1)) + 1
     return tuple(
         Bar(bucket=bucket, count=kept[bucket], share=round((math.log10(kept[bucket]) + 1) / top, 4))
@@ -175,5 +183,5 @@ def bars(histogram: Mapping[str, int]) -> tuple[Bar, ...]:
 
 
 def _distance(bucket: str) -> float:
-    lowest = bucket.partition("-")[0]
+    lowest = re.split(r"[- ]", bucket)[0]
     return float(lowest) if lowest.isdecimal() else math.inf

@@ -1,12 +1,12 @@
 """One self-contained HTML page that tells what was compared, what differed, and how to repeat it.
 
-The page needs no network and no JavaScript, follows the reader's light or dark theme, and escapes all
-text that a model or a user wrote. It shows only what is in :class:`ReportData`; the same data lies beside
-it as JSON, so that ``zm report`` can draw the page again.
+The page needs no network and no JavaScript, follows the reader's light or dark theme, and escapes
+all text that a model or a user wrote. It shows only what is in :class:`ReportData`; the same data
+lies beside it as JSON, so that ``zm report`` can draw the page again.
 
     write_report(Path("runs/7/report.html"), data)     # and runs/7/report.json
 
-Left out: computing anything (``localize``, the gates); the geometry of the plots is in ``plots.py``.
+Left out: computing anything (``localize`` does); the geometry of the plots is in ``plots.py``.
 """
 
 import errno
@@ -171,7 +171,7 @@ def prose(text: str) -> Any:
 
 
 def panel(comparison: Comparison) -> Panel:
-    """Work out one comparison's plots; long culprit lists are cut, and the page says by how much."""
+    """Work out one comparison's plots; a long culprit list is cut, and the page says so."""
     culprits = comparison.divergence.culprits
     heat = comparison.heat
     return Panel(
@@ -193,7 +193,10 @@ def total_histogram(culprits: Iterable[Culprit]) -> dict[str, int]:
 
 
 def from_divergence(
-    divergence: Divergence, commands: tuple[Command, ...] = (), heat: HeatMap | None = None
+    divergence: Divergence,
+    commands: tuple[Command, ...] = (),
+    heat: HeatMap | None = None,
+    environment: dict[str, str] | None = None,
 ) -> ReportData:
     """A page about one comparison."""
     logprobs = divergence.logprobs
@@ -209,6 +212,7 @@ def from_divergence(
         differing=logprobs.differing if logprobs else 0,
         comparisons=(Comparison(title=title, divergence=divergence, heat=heat),),
         digests={"left run": divergence.left.run, "right run": divergence.right.run},
+        environment=environment or {},
         commands=commands,
         notes=divergence.notes,
     )

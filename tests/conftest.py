@@ -1,9 +1,10 @@
 """What every test gets: NaN in uninitialised memory, fixed seeds, no stray GPU tests.
 
-``torch.empty`` and its kin are filled with NaN (integers with their largest value), so that reading
-what nobody wrote shows at once. torch's own ``fill_uninitialized_memory`` acts only in deterministic
-mode, which would also swap the stock kernels that some tests measure; hence the patch. The fill runs
-with torch-function modes off, so that an audit of executed operators never sees it.
+``torch.empty`` and its kin are filled with NaN (integers with their largest value), so that
+reading what nobody wrote shows at once. torch's own ``fill_uninitialized_memory`` acts only in
+deterministic mode, which would also swap the stock kernels that some tests measure; hence the
+patch. The fill runs with torch-function modes off, so that an audit of executed operators never
+sees it.
 
 Two pytest workers on a small machine would each start a thread per core, so workers default to one.
 """

@@ -18,7 +18,7 @@ def test_a_bin_shows_its_worst_token():
     drawing = draw_heat(HeatMap(rows=("layer 0",), spans=(("a", len(row)),), cells=(tuple(row),)))
     worst = [cell for cell in drawing.rectangles if cell.level > 0]
     assert len(worst) == 1
-    assert worst[0].title == f"layer 0, columns {MAX_COLUMNS}-{MAX_COLUMNS + 2}: 2 sites differ"
+    assert worst[0].title == f"layer 0, tokens {MAX_COLUMNS}-{MAX_COLUMNS + 2}: 2 sites differ"
 
 
 def test_summary_names_the_first_place_in_words():
@@ -27,7 +27,7 @@ def test_summary_names_the_first_place_in_words():
         HeatMap(rows=("embed", "layer 0"), spans=(("a", 2), ("b", 3)), cells=cells)
     )
     assert drawing.summary.startswith("2 requests, 2 rows: 1 of 9 cells differ")
-    assert "layer 0, first at column 2 of b" in drawing.summary
+    assert "layer 0, first at token 2 of b" in drawing.summary
     assert drawing.borders == (round(PLOT_WIDTH / 5 * 2, 2),)
 
 
@@ -44,6 +44,15 @@ def test_levels_are_in_proportion_and_never_hide_a_difference():
 
 def test_an_empty_map_can_be_drawn():
     assert draw_heat(HeatMap(rows=(), spans=(), cells=())).rectangles == ()
+
+
+def test_the_far_end_of_the_histogram_is_one_bar():
+    drawn = bars({"8192-16383": 5, "16384-32767": 2, "1048576-2097151": 1, "nonfinite": 1})
+    assert [(bar.bucket, bar.count) for bar in drawn] == [
+        ("8192-16383", 5),
+        ("16384 and more", 3),
+        ("nonfinite", 1),
+    ]
 
 
 def test_bars_are_sorted_by_distance_and_leave_equal_elements_out():

@@ -94,7 +94,16 @@ def divergence(num_culprits: int = 2) -> Divergence:
             differing_inputs=40,
         ),
         logprobs=LogprobReport(
-            compared=4, differing=3, left_only=0, right_only=0, max_abs=1e-6, mean=0, std=0, k3=0
+            compared=4,
+            differing=3,
+            sampled_compared=2,
+            sampled_differing=1,
+            left_only=0,
+            right_only=0,
+            max_abs=1e-6,
+            mean=0,
+            std=0,
+            k3=0,
         ),
         culprits=tuple(culprit(site) for site in sites),
         groups=(

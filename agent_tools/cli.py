@@ -1,0 +1,78 @@
+"""The command line ``zm``: a thin skin over functions that an agent calls as well.
+
+Every command returns an :class:`.commands.answer.Answer`; this module parses, runs, prints the
+answer, and turns errors into exit codes:
+
+    0 equal or passed          1 divergent, gate failed, autopilot stuck
+    2 unusable arguments       3 inconclusive or misaligned
+    4 something is missing     5 budget or time spent
+    70 our own fault           130 interrupted
+
+Left out on purpose: any decision about bits, and any import of torch before a command needs it.
+
+    zm --help
+"""
+
+import errno
+import sys
+import traceback
+import warnings
+from collections.abc import Sequence
+
+import typer
+
+from ..kernels.errors import DiskError, ZeroMismatchError
+from .commands import measure, project, registry
+from .commands.answer import Answer, write, write_error
+
+INTERNAL_ERROR = 70
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+app = typer.Typer(
+    name="zm",
+    help="Find out whether two engines compute the same bits, name where they do not, align them.",
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+for group in (project, measure, registry):
+    group.register(app)
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run one command, print its answer or its error, and return the exit code."""
+    as_json = "--json" in arguments
+    try:
+        answer = app(args=list(arguments) or ["--help"], prog_name="zm", standalone_mode=False)
+    except ZeroMismatchError as error:
+        return write_error(error, error.exit_code, as_json=as_json)
+    except typer.TyperException as error:
+        message = f"{error.format_message()} (`zm --help` lists the commands, each has --help)"
+        return write_error(typer.TyperException(message), error.exit_code, as_json=as_json)
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            full = DiskError(f"no room left to write {error.filename or 'a file'}: free some disk")
+            return write_error(full, full.exit_code, as_json=as_json)
+        return _report_fault(error, as_json=as_json)
+    except Exception as error:  # noqa: BLE001 - the outermost handler: what nobody expected
+        return _report_fault(error, as_json=as_json)
+    if not isinstance(answer, Answer):
+        return answer or 0  # --help, or an interrupt, which typer turns into 130
+    write(answer, as_json=as_json)
+    return answer.exit_code
+
+
+def _report_fault(error: Exception, *, as_json: bool) -> int:
+    traceback.print_exception(error, file=sys.stderr)
+    fault = RuntimeError(f"{type(error).__name__}: {error}; a fault of zm itself, please report it")
+    return write_error(fault, INTERNAL_ERROR, as_json=as_json)
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:
+    print(f"zm: warning: {message}", file=sys.stderr)
+
+
+def main() -> None:
+    """Entry point of the ``zm`` script."""
+    warnings.showwarning = _show_warning
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,108 @@
+"""What a command hands back: a document for programs, a text for people, an exit code for shells.
+
+Commands never print to stdout. :func:`write` prints the one or the other at the very end, so that
+``--json`` means exactly one document there; progress and remarks go to stderr.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ParamSpec, TextIO
+
+from ...kernels.errors import ZeroMismatchError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+P = ParamSpec("P")
+WIDTH_WITHOUT_TERMINAL = 140
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The result of one command.
+
+    document: a pydantic model or plain data, for ``--json``.
+    text: what to print for a person: strings and rich renderables, in order.
+    exit_code: 0 equal or passed, 1 divergent or failed, 4 something required is missing.
+
+        Answer(document={"contracts": []}, text=["no contract is registered"])
+    """
+
+    document: Any
+    text: list[Any] = field(default_factory=list[Any])
+    exit_code: int = 0
+
+
+def command(function: Callable[P, Answer]) -> Callable[P, Answer]:
+    """Make a function a command: while it runs, whatever prints to stdout prints to stderr."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> Answer:
+        with contextlib.redirect_stdout(sys.stderr):
+            return function(*args, **kwargs)
+
+    return run
+
+
+def write(answer: Answer, *, as_json: bool) -> None:
+    """Print the answer on stdout; a reader that has gone away (``| head``) is no error."""
+    text = json_text(answer.document) + "\n" if as_json else plain_text(answer.text)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def plain_text(parts: list[Any]) -> str:
+    """The text of an answer as it will appear on stdout, colours included where they are wanted."""
+    console = text_console(sys.stdout)
+    with console.capture() as captured:
+        for part in parts:
+            console.print(part)
+    return captured.get()
+
+
+def write_error(error: Exception, exit_code: int, *, as_json: bool) -> int:
+    """Say what went wrong on stderr and, with ``--json``, as the one document on stdout."""
+    print(f"zm: {error}", file=sys.stderr)
+    if as_json:
+        kind = type(error).__name__ if isinstance(error, ZeroMismatchError) else "Error"
+        found = {"type": kind, "message": str(error), "exit_code": exit_code}
+        write(Answer(document={"error": found}), as_json=True)
+    return exit_code
+
+
+def json_text(document: Any) -> str:
+    """One JSON document with ``schema_version`` first; NaN and infinities become null."""
+    from pydantic_core import to_json
+
+    plain = json.loads(to_json(document, inf_nan_mode="null"))
+    return json.dumps({"schema_version": 1, **plain}, indent=2, ensure_ascii=False)
+
+
+def text_console(stream: TextIO) -> "Console":
+    """A console that colours only terminals and honours NO_COLOR."""
+    from rich.console import Console
+
+    width = None if stream.isatty() else WIDTH_WITHOUT_TERMINAL
+    return Console(file=stream, width=width, highlight=False, markup=False, emoji=False)
+
+
+def table(columns: list[str], rows: list[list[str]], title: str | None = None) -> Any:
+    """A plain table; every cell is text, never markup."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    built = Table(box=SIMPLE_HEAD, title=title, title_justify="left", pad_edge=False)
+    for column in columns:
+        built.add_column(Text(column), overflow="fold")
+    for row in rows:
+        built.add_row(*[Text(cell) for cell in row])
+    return built
