@@ -1,21 +1,21 @@
 """Cause classes: why an operator gave other bits, from experiments on the operator itself.
 
-Each experiment runs one call of the culprit again with one thing changed and looks at the bits of one
-affected row. Evidence is what was measured, never a guess; where no experiment decides, the cause is
-``unclassified`` and the list says what was tried.
+Each experiment runs one call of the culprit again with one thing changed and looks at the bits of
+one affected row. Evidence is what was measured, never a guess; where no experiment decides, the
+cause is ``unclassified`` and the list says what was tried.
 
-    experiment       what it does                                  a change of bits means
-    again            the same inputs                               nondeterminism
-    neighbours       other rows become NaN, then large numbers     batch leak
-    row count        the row alone; as many copies of it as the    the sum's order (or the path) depends
-                     reference's call had rows                     on the row count: reduction order
-    one term         inputs of which each sum has one non-zero     rounding point or dtype, not order
-                     term, so that every order gives the same bits
-    narrow           are all bits of the output those of a         intermediate dtype
-                     narrower dtype?
+    experiment    what it does                                a change of bits means
+    again         the same inputs                             nondeterminism
+    neighbours    other rows become NaN, then large           batch leak
+    row count     the row alone; as many copies of it as      reduction order, or a rounding point
+                  the reference's call had rows               where the operator sums nothing
+    one term      inputs of which each sum has one non-zero   rounding point: with such inputs the
+                  term; row count again                       order of a sum cannot matter
+    narrow        do all outputs of one side only fit a       intermediate dtype
+                  narrower dtype?
 
-Operators that read state (attention) cannot be run again alone; ``exact.py`` runs the whole model on
-inputs that make every sum exact. ``pytest tests/agent_tools/localize`` plants a fault of each class.
+Operators that read state (attention) cannot be run again alone; ``exact.py`` runs the whole model
+on inputs that make every sum exact. ``pytest tests/agent_tools/localize`` plants such faults.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,6 +28,7 @@ from ..trainer.engines.base import SiteCall
 from .records import Cause, CauseName, Probe
 
 LARGE = 1e4
+SUMMING_CLASSES = frozenset({"linear", "lm_head", "rmsnorm", "attention", "logprob"})
 ONE_TERM_CLASSES = frozenset({"linear", "lm_head", "rmsnorm"})
 NARROWER = {torch.float32: (torch.bfloat16, torch.float16)}
 
@@ -100,9 +101,10 @@ def _row_count(call: SiteCall, row: int, own: Tensor, reference: Tensor, rows: i
         )
         if as_reference:
             result += f"; the reference's bits at {', '.join(map(str, as_reference))}"
-    return Probe(
-        name="row count", result=result, decided="reduction order" if changed else None
+    cause: CauseName = (
+        "reduction order" if call.site.op_class in SUMMING_CLASSES else "rounding point"
     )
+    return Probe(name="row count", result=result, decided=cause if changed else None)
 
 
 def _copies(inputs: Mapping[str, Tensor], row: int, count: int) -> dict[str, Tensor]:

@@ -1,22 +1,22 @@
 """Runs on inputs for which the order of a sum cannot matter: what still differs is not order.
 
-Both sides run the same schedule again while every operator's output is replaced, after it was digested,
-by a pattern that depends only on site, position and token. So every operator sees the same, simple
-inputs: rows with a single 1, for which each sum has one term. Attention needs more care and gets two
-passes:
+Both sides run the same schedule again while every operator's output is replaced, after it was
+digested, by a pattern that depends only on site, position and token. So every operator sees the
+same, simple inputs: rows with a single 1, for which each sum has one term. Attention needs more
+care and gets two passes:
 
-    equal keys     all keys are zero, so every weight is the same and each output counts values: exact
-                   where the number of keys is a power of two. Another result there means that other
-                   keys were read: stale or wrong state.
-    two keys       all but the first two keys are far below them and weigh nothing, so every sum has at
-                   most two terms. Another result means another scale, exponential, division or mask:
-                   a rounding point.
+    equal keys     all keys are zero, so every weight is the same and each output counts values:
+                   exact where the number of keys is a power of two. Another result there means
+                   that other keys were read: stale or wrong state.
+    two keys       all but the first two keys are far below them and weigh nothing, so every sum
+                   has at most two terms. Another result means another scale, exponential, division
+                   or mask: a rounding point.
 
     left, right = (traced(side, ExactInputs("equal keys", requests)) for side in sides)
-    exact_probes(Comparison(left, right))["model.layers.0.self_attn#attention"]
+    exact_probes("equal keys", Comparison(left, right))["model.layers.0.self_attn#attention"]
 
-Where nothing differs on such inputs, the difference found on real ones is the order of a sum (for an
-operator that sums; the others have only rounding points).
+Where nothing differs on such inputs, the difference found on real ones is the order of a sum (for
+an operator that sums; the others have only rounding points).
 """
 
 import zlib
@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from ..trainer.engines.base import Request, SiteCall
+from .cause import SUMMING_CLASSES
 from .compare import DIFFERENT, Bools, Comparison, SiteComparison
 from .records import Probe
 from .trace import Tracer
@@ -35,7 +36,6 @@ from .trace import Tracer
 Pass = Literal["equal keys", "two keys"]
 PASSES: tuple[Pass, ...] = ("equal keys", "two keys")
 
-SUMMING_CLASSES = frozenset({"linear", "lm_head", "rmsnorm", "attention", "logprob"})
 UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob"})
 FAR_BELOW = -1e5
 
@@ -106,7 +106,7 @@ def _probe(name: Pass, comparison: Comparison, site: SiteComparison) -> Probe:
     counted = site.eligible & _power_of_two_keys(comparison, site)
     wrong = int((counted & (site.output.state == DIFFERENT)).sum())
     result = (
-        f"{wrong} of {int(counted.sum())} rows differ where the output only counts the values read, "
+        f"{wrong} of {int(counted.sum())} rows differ where the output counts the values read, "
         f"{site.affected} of {site.compared} where it also divides by the number of keys"
     )
     if wrong:

@@ -178,6 +178,7 @@ def group(found: Sequence[Culprit]) -> tuple[CulpritGroup, ...]:
 def within(comparison: Comparison, site: SiteComparison, limits: Mapping[str, int]) -> Bools:
     """Rows of a site that lie within the leading positions of ``limits`` and were compared."""
     table = comparison.left.table
-    reach = np.asarray([limits.get(request.id, 0) for request in comparison.left.requests], np.int64)
+    requests = comparison.left.requests
+    reach = np.asarray([limits.get(request.id, 0) for request in requests], np.int64)
     inside = table.position[site.rows] < reach[table.request[site.rows]]
     return inside & (site.output.state != ABSENT)

@@ -1,10 +1,10 @@
 """One flipped bit: the smallest fault there is, for self-tests and red controls.
 
-    FlipBit(tracer, site="model.layers.1.mlp", request="a", position=7)    an observer round an observer
-    with flipped_weight(module, "model.norm.weight", 5): ...               restored on leaving
+    FlipBit(tracer, site="model.norm", request="a", position=7)    an observer round an observer
+    with flipped_weight(module, "model.norm.weight", 5): ...       flipped back on leaving
 
-A flipped activation must be placed at exactly that site, a flipped weight by its digest: most flipped
-weight bits change no output at all. ``localize`` proves both before its verdict counts.
+A flipped activation must be placed at exactly that site, a flipped weight by its digest: most
+flipped weight bits change no output at all. ``localize`` proves both before its verdict counts.
 """
 
 import contextlib

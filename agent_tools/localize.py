@@ -7,15 +7,16 @@
 In this order, and no further than it makes sense:
 
 1. Both sides run once; every row of every operator is digested.
-2. Alignment anchor (``anchor.py``): other tokens or weights are MISALIGNED, and nothing is compared.
-3. Comparison (``compare.py``), coverage, logprob bits. Too little compared is INCONCLUSIVE, never EQUAL.
-4. Where something differs, graft-all (``graft.py``): every operator is judged on the right side's inputs.
-   Those that still differ are the culprits; each is probed for its cause (``cause.py``).
+2. Alignment anchor (``anchor.py``): with other tokens or weights the verdict is MISALIGNED.
+3. Comparison (``compare.py``), coverage, logprob bits. Too little compared is INCONCLUSIVE.
+4. Where something differs, graft-all (``graft.py``): every operator is judged on the right side's
+   inputs. Those that still differ are the culprits; each is probed for its cause (``cause.py``).
 5. Confirming run: with only the culprits replaced, everything else must be equal.
-6. Both sides on exact sums (``exact.py``), which tells an order of summation from a rounding point.
+6. Both sides on exact sums (``exact.py``): tells an order of summation from a rounding point.
 7. Self-test (``selftest.py``): one flipped bit must be found, or the verdict does not count.
 
-The right side is the reference. Command: ``zm localize MODEL --left SIDE --right SIDE [--plan PLAN]``.
+The right side is the reference. Command:
+``zm localize MODEL --left SIDE --right SIDE [--plan PLAN]``.
 """
 
 import time
@@ -316,6 +317,6 @@ def _judge(
             f"{tokens}, but every operator seen is innocent; not compared: {', '.join(unseen[:5])}"
         )
     return "DIVERGENT", (
-        f"{tokens} and {coverage.differing_rows} operator rows, but on the reference's inputs every "
-        "operator agrees; run it again: the left side may not repeat itself"
+        f"{tokens} and {coverage.differing_rows} operator rows, but on the reference's inputs "
+        "every operator agrees; run it again: the left side may not repeat itself"
     )

@@ -1,9 +1,9 @@
 """The 1-ULP self-test: does this very set-up find one flipped bit?
 
-A verdict counts only if the tool that gives it can see the smallest fault there is. On one short request
-of the left side, run as it will be compared: the same run twice must be equal; with one activation bit
-flipped the comparison must convict exactly that site, at that row; with one weight bit flipped it must
-report MISALIGNED and name tensor and row.
+A verdict counts only if the tool that gives it can see the smallest fault there is. On one short
+request of the left side, run as it will be compared: the same run twice must be equal; with one
+activation bit flipped the comparison must convict exactly that site, at that row; with one weight
+bit flipped it must report MISALIGNED and name tensor and row.
 
     result = self_test(runner)
     result.passed, result.activation

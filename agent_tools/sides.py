@@ -6,8 +6,8 @@
     Side.parse("paged+num_pages=9:mixed") settings are the engine's own, by name
 
 ``stock`` and ``aligned`` as settings choose the plan of one side, where the two differ. A
-:class:`Runner` runs a side on a model with an observer and returns the trace; it puts the plan on the
-model for that time only, so that both sides may share one model.
+:class:`Runner` runs a side on a model with an observer and returns the trace; it puts the plan on
+the model for that time only, so that both sides may share one model.
 """
 
 import time
@@ -92,9 +92,10 @@ class TracingObserver(Observer, Protocol):
 
 @dataclass(slots=True)
 class Runner:
-    """Runs one side of a comparison; ``schedule`` is built once, so that every run repeats it.
+    """Runs one side of a comparison, any number of times, always by the same plan and schedule.
 
-    plan: what the caller asked for; the side's own setting wins.
+    plan: what the caller asked for; the side's own setting wins. schedule, resolved: the schedule
+    and plan of the first run.
     """
 
     side: Side
@@ -102,13 +103,17 @@ class Runner:
     requests: tuple[Request, ...]
     plan: str | Plan
     schedule: Schedule | None = None
+    resolved: Plan | None = None
     seconds: float = 0.0
 
     @contextmanager
     def engine(self) -> Iterator[AnyEngine]:
         """The engine with its plan applied, until the block ends."""
         plan = self.side.plan or self.plan
-        engine = make_engine(self.side.engine, self.model, plan, **self.side.engine_settings)
+        engine = make_engine(
+            self.side.engine, self.model, self.resolved or plan, **self.side.engine_settings
+        )
+        self.resolved = engine.instrument.plan
         try:
             yield engine
         finally:

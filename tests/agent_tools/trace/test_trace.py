@@ -1,4 +1,4 @@
-"""Traces: what is recorded, what is kept, and how little a damaged or unaffordable one is trusted."""
+"""Traces: what is recorded and kept, and how little a damaged or unaffordable one is trusted."""
 
 import dataclasses
 import json
