@@ -1,0 +1,248 @@
+"""The embedded rollout engine: the transformers module graph over a paged cache.
+
+Executes any legal schedule exactly as written (:meth:`PagedEngine.run`), or makes one by
+continuous batching (:meth:`PagedEngine.generate`) and returns it with the run, so that it can be
+replayed. It is the default where there is no GPU, and the zero-mismatch reference everywhere.
+
+    engine = PagedEngine(load_model("smollm2-135m"), plan)
+    run = engine.generate([Request(id="a", tokens=prompt, sampling=Sampling(max_new_tokens=48))])
+    again = engine.run(replay(run))          # the same bits
+
+Transformers' own cache is bypassed: ``use_cache=False``, explicit positions, and a batch object
+that reaches the attention function. The parts: ``pages.py`` (who holds which page),
+``paged_batch.py`` (attention over pages), ``execution.py`` (events), ``scheduler.py`` (batching
+policy), ``generation.py`` (drawing tokens), ``weights.py`` (publication).
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import PAGE, KVCache
+from ...kernels.errors import ScheduleError, UsageError
+from ...model_recipes.apply import Instrument, apply_plan
+from ...model_recipes.models import LoadedModel
+from ...model_recipes.plan import Plan
+from .admission import admit
+from .base import (
+    Observer,
+    Policy,
+    Publish,
+    Request,
+    Run,
+    Sample,
+    Scenario,
+    Schedule,
+    StateSpec,
+    Step,
+)
+from .environment import describe_engine
+from .execution import Execution
+from .generation import check_generation, generate
+from .paged_batch import new_caches, page_bytes
+from .pages import Pages, pages_for, peak_pages
+from .rows import known_targets, last_of_each, observed, row_names, score
+from .schedules import build_schedule
+from .weights import Weights
+
+CACHE_BYTES = 2 << 30
+
+
+class PagedEngine:
+    """See the module. ``num_pages``: cache size; None takes what a run needs, up to 2 GiB."""
+
+    name = "paged"
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        plan: Plan,
+        *,
+        num_pages: int | None = None,
+        instrument: Instrument | None = None,
+    ) -> None:
+        if num_pages is not None and num_pages < 1:
+            raise UsageError(f"num_pages is {num_pages}; use at least 1, or None")
+        self.loaded = loaded
+        self.instrument = instrument or apply_plan(loaded.module, plan)
+        self.num_pages = num_pages
+        self.weights = Weights(loaded)
+        self._caches: list[KVCache] = []
+
+    @property
+    def version(self) -> int:
+        """Version of the installed weights."""
+        return self.weights.version
+
+    def state_specs(self) -> tuple[StateSpec, ...]:
+        """Keys and values of every attention site, in pages; windows keep all keys too."""
+        return tuple(
+            StateSpec(site=site.path, kind="kv", granule=PAGE)
+            for site in self.instrument.sites
+            if site.op_class == "attention"
+        )
+
+    def schedule(self, name: str, requests: Sequence[Request]) -> Schedule:
+        """The named schedule, fitted to this engine."""
+        return build_schedule(name, requests, self.state_specs())
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that goes into the environment digest."""
+        return describe_engine(self.name, self.instrument, self.weights) | {
+            "page_size": PAGE,
+            "num_pages": self.num_pages,
+        }
+
+    @torch.no_grad()
+    def run(self, scenario: Scenario, observer: Observer | None = None) -> Run:
+        """Execute ``scenario.schedule`` exactly as written; score each token it has a row for."""
+        schedule = admit(
+            self.name, scenario, self.loaded.config, self.state_specs(), version=self.version
+        )
+        for event in schedule.events:
+            if isinstance(event, Publish):
+                self.weights.require(event)
+        requests = {request.id: request for request in scenario.requests}
+        num_pages = self._pages_for_schedule(schedule, requests)
+        tokens = {name: request.tokens for name, request in requests.items()}
+        execution = self._execution(tokens, num_pages, _padding_pages(schedule), observer)
+        scored: list[Sample] = []
+        with observed(self.instrument, observer):
+            for event in schedule.events:
+                hidden = execution.apply(event)
+                if isinstance(event, Step) and hidden is not None:
+                    scored += score(
+                        self.instrument,
+                        hidden,
+                        known_targets(row_names(event), requests),
+                        version=self.version,
+                        step=execution.steps - 1,
+                        observer=observer,
+                    )
+        return Run(
+            scenario=scenario,
+            executed=Schedule(events=tuple(execution.executed)),
+            requests=scenario.requests,
+            samples=last_of_each(scored),
+            engine=self.name,
+        )
+
+    @torch.no_grad()
+    def generate(
+        self,
+        requests: Sequence[Request],
+        policy: Policy | None = None,
+        observer: Observer | None = None,
+    ) -> Run:
+        """Sample up to ``max_new_tokens`` per request with continuous batching.
+
+        The run's samples are the sampled tokens; its ``executed`` schedule, run on its
+        ``requests``, gives the same bits. Raises before any work when a request can never fit.
+        """
+        policy = policy or Policy()
+        check_generation(self.name, requests, policy, self.loaded.config)
+        num_pages = self._pages_for_generation(requests, policy)
+        tokens = {request.id: list(request.tokens) for request in requests}
+        execution = self._execution(tokens, num_pages, 0, observer)
+        with observed(self.instrument, observer):
+            samples = generate(execution, requests, tokens, policy)
+        return Run(
+            scenario=Scenario(
+                model=self.loaded.spec,
+                plan=self.instrument.plan.name,
+                requests=tuple(requests),
+                policy=policy,
+            ),
+            executed=Schedule(events=tuple(execution.executed)),
+            requests=tuple(_with_reply(request, tokens[request.id]) for request in requests),
+            samples=last_of_each(samples),
+            engine=self.name,
+        )
+
+    def stage(self, weights: Mapping[str, Tensor], version: int) -> Publish:
+        """Keep new weights for a schedule's Publish event, which is returned."""
+        return self.weights.stage(weights, version)
+
+    def publish(self, weights: Mapping[str, Tensor], version: int) -> None:
+        """Install new weights in place; no cached state outlives a run."""
+        self.weights.install(self.weights.stage(weights, version))
+
+    def close(self) -> None:
+        """Take the plan off the model."""
+        self.instrument.remove()
+
+    def _pages_for_schedule(self, schedule: Schedule, requests: Mapping[str, Request]) -> int:
+        """Exactly what the schedule needs at its worst moment, if the engine has as many."""
+        most = sum(pages_for(len(request.tokens)) for request in requests.values())
+        needed = peak_pages(schedule.events, most)
+        if self.num_pages is not None and needed > self.num_pages:
+            raise ScheduleError(
+                f"the schedule holds {needed} cache pages at once and this engine has "
+                f"{self.num_pages}; raise num_pages, or Evict or Preempt earlier"
+            )
+        return self.num_pages or needed
+
+    def _pages_for_generation(self, requests: Sequence[Request], policy: Policy) -> int:
+        """Pages as asked, else as the engine was built, else what all need, within 2 GiB."""
+        needed = [pages_for(len(r.tokens) + r.sampling.max_new_tokens - 1) for r in requests]
+        num_pages = policy.num_pages or self.num_pages
+        if num_pages is None:
+            affordable = CACHE_BYTES // page_bytes(self.loaded.config, self.loaded.dtype)
+            num_pages = min(sum(needed), max(affordable, *needed))
+        for request, pages in zip(requests, needed, strict=True):
+            if pages > num_pages:
+                raise UsageError(
+                    f"request {request.id!r} can never fit: it needs {pages} cache pages and there "
+                    f"are {num_pages}; raise num_pages, or lower its max_new_tokens"
+                )
+        return num_pages
+
+    def _execution(
+        self,
+        tokens: Mapping[str, Sequence[int]],
+        num_pages: int,
+        padding: int,
+        observer: Observer | None,
+    ) -> Execution:
+        pages = Pages(num_pages + padding, reserved=padding)
+        if not self._caches or self._caches[0].num_pages < pages.num_pages:
+            self._caches = []
+            self._caches = new_caches(
+                self.loaded.config,
+                pages.num_pages,
+                dtype=self.loaded.dtype,
+                device=self.loaded.device,
+            )
+        return Execution(self.instrument, self.weights, pages, self._caches, tokens, observer)
+
+
+def _padding_pages(schedule: Schedule) -> int:
+    """Pages for the step with most padding rows."""
+    steps = (event for event in schedule.events if isinstance(event, Step))
+    return pages_for(max((step.padded_rows for step in steps), default=0))
+
+
+def _with_reply(request: Request, tokens: list[int]) -> Request:
+    """The request with its sampled tokens appended."""
+    known = len(request.tokens)
+    mask = request.sampled_mask or (False,) * known
+    reply = len(tokens) - known
+    return replace(
+        request,
+        tokens=tuple(tokens),
+        sampled_mask=mask + (True,) * reply,
+        turns=(*request.turns, (known, len(tokens))),
+    )
+
+
+def replay(run: Run) -> Scenario:
+    """The scenario that executes a run's schedule again, its sampled tokens now given."""
+    return Scenario(
+        model=run.scenario.model,
+        plan=run.scenario.plan,
+        requests=run.requests,
+        schedule=run.executed,
+    )
