@@ -94,8 +94,8 @@ def align(
 ) -> Answer:
     """Do the whole job: find what differs, fix it, prove it, write recipe and report.
 
-    Exit 0 aligned, 1 stuck or disproved, 3 inconclusive. Everything goes into one new folder, by default
-    under runs/.
+    Exit 0 aligned, 1 stuck or disproved, 3 inconclusive. Everything goes into one new folder, by
+    default under runs/.
     """
     from ...kernels.errors import CapabilityError
     from ...model_recipes.models import load_model
@@ -131,7 +131,9 @@ def new_folder(name: str) -> Path:
 def align_text(found: "AlignResult") -> list[object]:
     """What happened, step by step, for a person."""
     text = divergence_text(found.baseline)
-    steps = [[f"{step.left} against {step.right}", step.status, step.action] for step in found.steps]
+    steps = [
+        [f"{step.left} against {step.right}", step.status, step.action] for step in found.steps
+    ]
     text.append(table(["autopilot compared", "verdict", "then"], steps))
     claims = [
         [claim.name, claim.status, f"{claim.compared:,}", f"{claim.differing:,}", claim.control]

@@ -1,7 +1,7 @@
 """Options that several commands share, so that they are spelled and explained once."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -17,7 +17,7 @@ Plan = Annotated[
     str,
     typer.Option(help="`stock`, `aligned`, or a recipe folder or file."),
 ]
-Dtype = Annotated[str, typer.Option(help="float32 or bfloat16.")]
+Dtype = Annotated[Literal["float32", "bfloat16"], typer.Option(help="Weights and activations.")]
 Device = Annotated[str, typer.Option(help="cpu or cuda.")]
 Seed = Annotated[int, typer.Option(help="Seeds tiny models and sampling.", min=0)]
 Quick = Annotated[bool, typer.Option("--quick", help="Fewer and shorter inputs; same questions.")]

@@ -8,14 +8,14 @@
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 
 Report = Callable[[int, int, str], None]
 """``report(done, total, what)``."""
 
 
 @contextlib.contextmanager
-def bar(title: str) -> Iterator[Report]:
+def bar(title: str) -> Generator[Report]:
     """A bar that a long function can move; prints nothing where stderr is no terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
@@ -40,7 +40,7 @@ def bar(title: str) -> Iterator[Report]:
 
 
 @contextlib.contextmanager
-def stages() -> Iterator[Callable[[str], None]]:
+def stages() -> Generator[Callable[[str], None]]:
     """Tell which stage is running: a spinner in a terminal, a line each elsewhere."""
     from rich.console import Console
     from rich.text import Text

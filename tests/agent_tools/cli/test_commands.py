@@ -39,7 +39,7 @@ def test_inspect_lists_every_site_with_its_contract(capsys: pytest.CaptureFixtur
         (["fetch", "llama-9"], "smollm2-135m"),
         (["localize", "tiny:llama", "--left", "vllama", "--right", "packed"], "paged"),
         (["localize", "tiny:llama", "--left", "paged:chunk:x", "--right", "packed"], "chunk:7"),
-        (["localize", "tiny:llama", "--left", "paged", "--right", "packed", "--plan", "x"], "recipe"),
+        (["localize", "tiny:llama", "--left=paged", "--right=packed", "--plan=x"], "recipe"),
         (["recipe", "show", "/nowhere"], "recipe"),
         (["report", "/nowhere"], "does not exist"),
         (["kernels", "certify", "linear.v9"], "zm kernels list"),
