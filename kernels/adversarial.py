@@ -1,9 +1,10 @@
 """Data on which a changed order or a moved rounding shows.
 
 On normally distributed numbers, sums in another order often round to the same value, and most wrong
-kernels pass. These generators make such luck unlikely: pairs that cancel (+2^k and -2^k, far apart along
-the reduced axis) with tiny addends between them, exponents spread over many binades, rows of very
-different scale, exact zeros of both signs. Everything is drawn from a seed, so a failure repeats.
+kernels pass. These generators make such luck unlikely: pairs that cancel (+2^k and -2^k, far apart
+along the reduced axis) with tiny addends between them, exponents spread over many binades, rows of
+very different scale, exact zeros of both signs. Everything is drawn from a seed, so a failure
+repeats.
 
     x = adversarial.rows(40, 576, seed=7)             # fp32 [40, 576]
     w = adversarial.rows(24, 576, seed=8, scale=0.1)
@@ -67,7 +68,7 @@ def rows(
     scale: float = 1.0,
     kind: str | None = None,
 ) -> Tensor:
-    """[num_rows, width] of one kind, or of all kinds in turn by row; drawn on the CPU, then moved."""
+    """[num_rows, width] of one kind, or of all kinds in turn by row; drawn on the CPU."""
     generator = _generator(seed)
     if kind is not None:
         x = _MAKERS[kind](num_rows, width, generator)

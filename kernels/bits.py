@@ -1,10 +1,10 @@
 """The only comparer and the only digest: equal means equal bits.
 
-Everything that decides whether two tensors are the same asks this module. It compares integer views, so
--0.0 differs from +0.0 and two NaN payloads differ from each other; nothing here has a tolerance. Digests
-are ``digest.v1`` (:mod:`.reference.digest`): 128 bits per row from integer arithmetic alone, the same on
-every device. On the CPU the compiled core computes them at memory speed; the torch definition serves
-elsewhere, and both give the same values.
+Everything that decides whether two tensors are the same asks this module. It compares integer
+views, so -0.0 differs from +0.0 and two NaN payloads differ from each other; nothing here has a
+tolerance. Digests are ``digest.v1`` (:mod:`.reference.digest`): 128 bits per row from integer
+arithmetic alone, the same on every device. On the CPU the compiled core computes them at memory
+speed; the torch definition serves elsewhere, and both give the same values.
 
     >>> a = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
     >>> b = torch.tensor([[1.0, 2.0], [3.0, -0.0]])
@@ -13,8 +13,9 @@ elsewhere, and both give the same values.
     >>> first_difference(a, b).coordinate
     (1, 1)
 
-Left out on purpose: mean and maximum differences, k3 and other reports (see ``agent_tools``); they never
-decide. ``pytest tests/kernels/bits`` shows the weak oracles that pass where these functions do not.
+Left out on purpose: mean and maximum differences, k3 and other reports (see ``agent_tools``); they
+never decide. ``pytest tests/kernels/bits`` shows the weak oracles that pass where these functions
+do not.
 """
 
 import ctypes
@@ -72,7 +73,7 @@ class Difference:
 
 
 def int_view(x: Tensor) -> Tensor:
-    """The bits of ``x`` as integers of the same width and shape (complex: one more dimension of 2)."""
+    """The bits of ``x`` as integers of its width and shape (complex: one more dimension of 2)."""
     x = x.detach()
     if x.is_complex():
         x = torch.view_as_real(x)
@@ -144,7 +145,8 @@ def _ordered(x: Tensor) -> Tensor:
 def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
     """int64, same shape: how many representable values apart; 0 exactly where the bits are equal.
 
-    -0.0 and +0.0 are 1 apart. Distances beyond int64 (fp64, opposite signs) are clamped to its maximum.
+    -0.0 and +0.0 are 1 apart. Distances beyond int64 (fp64, opposite signs) are clamped to its
+    maximum.
     """
     if a.is_complex() or a.dtype == torch.uint64:
         raise ContractError(f"no ulp distance for {a.dtype}; compare its parts or an integer view")
@@ -163,7 +165,9 @@ def ulp_histogram(a: Tensor, b: Tensor) -> dict[str, int]:
     distance = ulp_distance(a, b)
     histogram = {}
     if a.is_floating_point():
-        finite = torch.isfinite(a.detach().float()) & torch.isfinite(b.detach().float().to(a.device))
+        finite = torch.isfinite(a.detach().float()) & torch.isfinite(
+            b.detach().float().to(a.device)
+        )
         outside = int((~finite & (distance > 0)).sum())
         distance = distance[finite | (distance == 0)]
         histogram["nonfinite"] = outside
@@ -210,8 +214,8 @@ def _core_digest() -> Digest | None:
     entry(probe.data_ptr(), 3, 1030, 4, definition.dtype_code(probe.dtype), out.data_ptr())
     if not torch.equal(out, definition.digest_rows(probe)):
         raise CapabilityError(
-            "the compiled CPU core's digest differs from its definition: the build is out of date or "
-            "damaged; run `make install` again"
+            "the compiled CPU core's digest differs from its definition, so the build is out of "
+            "date or damaged; run `make install` again"
         )
     return entry
 
@@ -223,7 +227,9 @@ def digest_rows(x: Tensor) -> Tensor:
     (strides, neighbours, device, threads). Unsupported dtypes raise ContractError.
     """
     if x.dim() == 0:
-        raise ContractError("digest_rows needs at least one dimension; use digest_tensor for a scalar")
+        raise ContractError(
+            "digest_rows needs at least one dimension; use digest_tensor for a scalar"
+        )
     entry = _core_digest() if x.device.type == "cpu" else None
     if entry is None:
         return definition.digest_rows(x.detach())
@@ -237,9 +243,11 @@ def digest_rows(x: Tensor) -> Tensor:
 
 
 def digest_tensor(x: Tensor) -> str:
-    """Digest of a whole tensor, shape included: 32 hexadecimal digits. For weights and files of bits."""
+    """Digest of a whole tensor, shape included: 32 hexadecimal digits. For weights."""
     lanes = digest_rows(x.detach().reshape(1, -1))[0].tolist()
-    first, second = definition.fold_shape((lanes[0] % (1 << 64), lanes[1] % (1 << 64)), tuple(x.shape))
+    first, second = definition.fold_shape(
+        (lanes[0] % (1 << 64), lanes[1] % (1 << 64)), tuple(x.shape)
+    )
     return f"{first:016x}{second:016x}"
 
 

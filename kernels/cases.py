@@ -1,13 +1,17 @@
 """The certification cases of every operator: shapes and data on which a wrong kernel shows.
 
-Quick sweeps (first use) take a few cases with odd sizes on both sides of the vector width and the cache
-blocks; full sweeps (``zm kernels certify``) walk the row counts at which kernels change their tiles. The
-references are slow loops over the reduced axis, so the other axes stay small. Data comes from
-:mod:`.adversarial`; arguments are positional, in the order of the contract's reference.
+Quick sweeps (first use) take a few cases with odd sizes on both sides of the vector width and the
+cache blocks; full sweeps (``zm kernels certify``) walk the row counts at which kernels change their
+tiles. The references are slow loops over the reduced axis, so the other axes stay small; quick
+cases also stay below the size at which torch starts threads, which a busy machine would make slow.
+Data comes from :mod:`.adversarial`; arguments are positional, in the order of the contract's
+reference.
 
-    next(linear(get_contract("linear.chain.float32.cpu.v1"), True, 0, ())).label     # 'rows 1, 576 to 64'
+    next(linear(get_contract("linear.chain.float32.cpu.v1"), True, 0, ())).label     # 'rows 1, 576
+    to 64'
 
-Operators over a cache are in :mod:`.cases_attention`.
+Operators over a cache are in :mod:`.cases_attention`, gradients of row operators and attention in
+:mod:`.cases_gradient`.
 
 Legend: T rows, K inputs, N outputs, H width, V vocabulary, D head size.
 """
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import adversarial, cases_attention
+from . import adversarial, cases_attention, cases_gradient
 from .certify import register_cases, register_stock
 from .contract import Contract
 from .reference.logprob import logprob as reference_logprob
@@ -26,12 +30,13 @@ from .trial import Case
 
 QUICK_ROWS = (1, 7, 40, 130)
 FULL_ROWS = (
-    1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513,
+    1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512,
+    513,
 )  # fmt: skip
 REDUCED = (576, 37, 257, 200, 256, 1, 600, 16, 255, 130, 1536)
 OUTPUTS = (64, 1, 33, 17, 16, 130, 15)
-WIDTHS = (576, 7, 64, 257, 16, 1, 320, 33)
-VOCABULARIES = (1000, 17, 160, 3, 16, 1, 333)
+WIDTHS = (576, 64, 257, 33, 7, 16, 1, 320)
+VOCABULARIES = (1000, 17, 333, 160, 3, 16, 1)
 
 Key = tuple[int, ...]
 
@@ -44,10 +49,18 @@ class _Data:
         self.device = "cpu" if contract.device == "cpu" else "cuda"
         self.seed = seed * 1_000_003
 
-    def rows(self, num_rows: int, width: int, *, scale: float = 1.0, kind: str | None = None) -> Tensor:
+    def rows(
+        self, num_rows: int, width: int, *, scale: float = 1.0, kind: str | None = None
+    ) -> Tensor:
         self.seed += 1
         return adversarial.rows(
-            num_rows, width, seed=self.seed, dtype=self.dtype, device=self.device, scale=scale, kind=kind
+            num_rows,
+            width,
+            seed=self.seed,
+            dtype=self.dtype,
+            device=self.device,
+            scale=scale,
+            kind=kind,
         )
 
     def vector(self, width: int, *, scale: float = 1.0) -> Tensor:
@@ -102,7 +115,8 @@ def linear_grad_weight(contract: Contract, quick: bool, seed: int, key: Key) -> 
     for step, (t, k, n) in enumerate(sizes(quick, WIDTHS[1:], OUTPUTS)):
         start = data.rows(n, k).float() if step % 2 else None
         yield Case(
-            label=f"tokens {t}, [{n}, {k}]", arguments=(data.rows(t, n), data.rows(t, k), start, None)
+            label=f"tokens {t}, [{n}, {k}]",
+            arguments=(data.rows(t, n), data.rows(t, k), start, None),
         )
 
 
@@ -117,7 +131,9 @@ def embedding(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[
     data = _Data(contract, seed)
     for t, h, v in sizes(quick, WIDTHS, VOCABULARIES):
         yield Case(
-            label=f"rows {t} of [{v}, {h}]", arguments=(data.integers((t,), v), data.rows(v, h)), rows=(0,)
+            label=f"rows {t} of [{v}, {h}]",
+            arguments=(data.integers((t,), v), data.rows(v, h)),
+            rows=(0,),
         )
 
 
@@ -150,7 +166,9 @@ def logprob_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterat
         _, row_max, log_sum = reference_logprob(*case.arguments)
         grad = data.uniform(num_rows, -2.0, 2.0)
         yield Case(
-            label=case.label, arguments=(*case.arguments, row_max, log_sum, grad), rows=(0, 1, 2, 3, 4, 5)
+            label=case.label,
+            arguments=(*case.arguments, row_max, log_sum, grad),
+            rows=(0, 1, 2, 3, 4, 5),
         )
 
 
@@ -168,23 +186,34 @@ def rmsnorm(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Ca
 def rotary_table(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data = _Data(contract, seed)
     for step, (t, half) in enumerate(sizes(quick, (32, 1, 40, 64, 7))):
-        frequency = 10_000.0 ** (-torch.arange(half, dtype=torch.float64, device=data.device) / half)
+        frequency = 10_000.0 ** (
+            -torch.arange(half, dtype=torch.float64, device=data.device) / half
+        )
         positions = data.integers((t,), (100, 5000, 131_072)[step % 3])
         scaling = 1.0 if step % 2 else 1.2079
         yield Case(
-            label=f"rows {t}, {half} frequencies", arguments=(frequency, positions, scaling), rows=(1,)
+            label=f"rows {t}, {half} frequencies",
+            arguments=(frequency, positions, scaling),
+            rows=(1,),
         )
 
 
 def rotary(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data = _Data(contract, seed)
-    for step, (t, head, heads) in enumerate(sizes(quick, (64, 80, 16, 96, 2), (3, 1, 9))):
-        width = head if step % 2 == 0 else max(2, head // 4 * 2)  # partial rotary: columns left over
-        table = torch.cos(data.rows(t, 2 * width).float()), torch.sin(data.rows(t, 2 * width).float())
+    for step, (t, head, heads) in enumerate(sizes(quick, (64, 80, 16, 96, 2), (3, 1, 9, 2))):
+        width = (
+            head if step % 2 == 0 else max(2, head // 4 * 2)
+        )  # partial rotary: columns left over
+        table = (
+            torch.cos(data.rows(t, 2 * width).float()),
+            torch.sin(data.rows(t, 2 * width).float()),
+        )
         x = data.rows(t, heads * head).view(t, heads, head)
         cos, sin = (each[:, :width].contiguous() for each in table)
         yield Case(
-            label=f"rows {t}, {heads} heads of {head}, {width} turned", arguments=(x, cos, sin), rows=(0, 1, 2)
+            label=f"rows {t}, {heads} heads of {head}, {width} turned",
+            arguments=(x, cos, sin),
+            rows=(0, 1, 2),
         )
 
 
@@ -208,7 +237,7 @@ def sampling(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[C
     data = _Data(contract, seed)
     for t, v in sizes(quick, VOCABULARIES):
         logits = data.rows(t, v, scale=0.2)
-        logits[:: 5, v // 3] = float("-inf")
+        logits[::5, v // 3] = float("-inf")
         logits[4::9] = logits[4::9].round()  # ties
         temperature = data.uniform(t, 0.1, 2.0)
         temperature[::4] = 0.0
@@ -216,16 +245,24 @@ def sampling(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[C
         yield Case(label=f"rows {t}, vocabulary {v}", arguments=arguments, rows=(0, 1, 2, 3))
 
 
-def stock_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> Tensor:
+def stock_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
     """What torch runs instead: another order at other row counts."""
     return functional.linear(x, weight, bias).to(out_dtype or x.dtype)
 
 
 for _cases in (
-    linear, lm_head, linear_grad_input, linear_grad_weight, linear_grad_bias, embedding, embedding_grad,
-    logprob, logprob_grad, rmsnorm, rotary_table, rotary, activation, gated, sampling,
+    linear, lm_head, linear_grad_input, linear_grad_weight, linear_grad_bias, embedding,
+    embedding_grad, logprob, logprob_grad, rmsnorm, rotary_table, rotary, activation, gated,
+    sampling,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases)
 register_cases("attention", cases_attention.attention, device="cpu")
+for _cases in (
+    cases_gradient.rmsnorm_grad, cases_gradient.activation_grad, cases_gradient.gated_grad,
+    cases_gradient.attention_grad,
+):  # fmt: skip
+    register_cases(_cases.__name__, _cases, device="cpu")
 for _dtype in ("float32", "bfloat16"):
     register_stock(f"linear.chain.{_dtype}.cpu.v1", stock_linear)

@@ -1,11 +1,11 @@
 """Certification cases of attention over a paged cache on the CPU.
 
-Requests of a batch stand for the schedules that serve them: a whole prefill, a chunk on top of cached
-keys, a single decode row, a first token; lengths lie on both sides of page borders, several pages long.
-Pages are scattered in a pool whose unused pages, and whose slots past a request's length, hold NaN: a
-kernel that reads a key it must not see shows it. Rows of one request depend on its cache, so the row
-variations of :mod:`.trial` do not apply; the reference treats every row alone, which makes equality with
-it phase invariance as well.
+Requests of a batch stand for the schedules that serve them: a whole prefill, a chunk on top of
+cached keys, a single decode row, a first token; lengths lie on both sides of page borders, several
+pages long. Pages are scattered in a pool whose unused pages, and whose slots past a request's
+length, hold NaN: a kernel that reads a key it must not see shows it. Rows of one request depend on
+its cache, so the row variations of :mod:`.trial` do not apply; the reference treats every row
+alone, which makes equality with it phase invariance as well.
 
 Layout (as in ``kernels/reference/attention.py``): k_pages [P, HK, D, 16], v_pages [P, HK, 16, D].
 """
@@ -51,7 +51,9 @@ QUICK = (
 )
 FULL = (
     *QUICK,
-    Setting(requests=tuple((1, keys) for keys in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129))),
+    Setting(
+        requests=tuple((1, keys) for keys in (1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129))
+    ),
     Setting(requests=((130, 130),)),
     Setting(requests=((17, 130), (1, 130), (64, 130), (129, 130))),
     Setting(requests=((33, 33), (1, 65)), heads=9, kv_heads=3),
@@ -72,7 +74,9 @@ def _pages(setting: Setting, seed: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     order = torch.randperm(total, generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     shape = (total, setting.kv_heads, setting.head_dim)
     k_pages = torch.full((*shape, PAGE), float("nan"), dtype=dtype)
-    v_pages = torch.full((total, setting.kv_heads, PAGE, setting.head_dim), float("nan"), dtype=dtype)
+    v_pages = torch.full(
+        (total, setting.kv_heads, PAGE, setting.head_dim), float("nan"), dtype=dtype
+    )
     table = torch.zeros(len(lengths), max(needed), dtype=torch.int32)
     used = 0
     for request, (length, count) in enumerate(zip(lengths, needed, strict=True)):
@@ -81,9 +85,9 @@ def _pages(setting: Setting, seed: int, dtype: torch.dtype) -> tuple[Tensor, Ten
         used += count
         width = setting.kv_heads * setting.head_dim
         k, v = (
-            adversarial.rows(length, width, seed=seed + 10 * request + side, dtype=dtype, scale=0.2).view(
-                length, setting.kv_heads, setting.head_dim
-            )
+            adversarial.rows(
+                length, width, seed=seed + 10 * request + side, dtype=dtype, scale=0.2
+            ).view(length, setting.kv_heads, setting.head_dim)
             for side in (1, 2)
         )
         slots = torch.arange(length)
@@ -100,7 +104,11 @@ def attention(contract: Contract, quick: bool, seed: int, key: tuple[int, ...]) 
         counts = torch.tensor([0] + [rows for rows, _ in setting.requests], dtype=torch.int32)
         width = setting.heads * setting.head_dim
         q = adversarial.rows(int(counts.sum()), width, seed=base + 7, dtype=dtype, scale=0.3)
-        sinks = adversarial.rows(1, setting.heads, seed=base + 8, kind="plain")[0] if setting.sinks else None
+        sinks = (
+            adversarial.rows(1, setting.heads, seed=base + 8, kind="plain")[0]
+            if setting.sinks
+            else None
+        )
         arguments = (
             q.view(-1, setting.heads, setting.head_dim),
             k_pages,

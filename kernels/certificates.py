@@ -1,16 +1,17 @@
 """Certificates: the stored proof that one implementation serves a contract on one machine.
 
-A certificate says what was compared (contract, implementation, cases, data seed, number of elements,
-digest of the expected outputs) and under which circumstances (processor or GPU and driver, library
-versions, digests of every source that makes the number). It holds for exactly those circumstances: any
-change voids it, and the implementation is proved again. A refusal is stored in the same form, with the
-first difference, so that it is named again without another sweep.
+A certificate says what was compared (contract, implementation, cases, data seed, number of
+elements, digest of the expected outputs) and under which circumstances (processor or GPU and
+driver, library versions, digests of every source that makes the number). It holds for exactly those
+circumstances: any change voids it, and the implementation is proved again. A refusal is stored in
+the same form, with the first difference, so that it is named again without another sweep.
 
     ~/.cache/zero-mismatch/certificates/linear.chain.float32.cpu.v1--core-avx512--91b2e0c4.json
 
-One JSON file each, replaced atomically; a file that cannot be read or that belongs elsewhere is ignored
-and :func:`.dispatch.recheck` says why. What a *recipe* proves is something else (``Evidence`` in
-``model_recipes``). ``zm kernels certify`` writes full certificates; :mod:`.dispatch` writes quick ones.
+One JSON file each, replaced atomically; a file that cannot be read or that belongs elsewhere is
+ignored and :func:`.dispatch.recheck` says why. What a *recipe* proves is something else
+(``Evidence`` in ``model_recipes``). ``zm kernels certify`` writes full certificates;
+:mod:`.dispatch` writes quick ones.
 """
 
 import functools
@@ -59,7 +60,8 @@ class Certificate(BaseModel):
     """One implementation, proved or refused.
 
     Certificate(contract="linear.chain.float32.cpu.v1", implementation="core-avx512", admitted=True,
-                key=(), quick=True, seed=0, cases=("rows 1, 40 to 24", ...), elements=10488, differing=0, ...)
+                key=(), quick=True, seed=0, cases=("rows 1, 40 to 24", ...), elements=10488,
+                differing=0, ...)
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -91,12 +93,12 @@ class Certificate(BaseModel):
     """Digests of all code that makes the number: implementation, operators, compiled core."""
     environment: Environment
     seconds: float
-    speed_ns: float | None = None
-    """Median time on the largest case; None when refused. Decides among the admitted."""
+    speed_ns: int | None = None
+    """Shortest time on the largest case; None when refused. Decides among the admitted."""
 
 
 def directory() -> Path:
-    """Where certificates are kept: ``$XDG_CACHE_HOME`` or ``~/.cache``, then zero-mismatch/certificates."""
+    """``zero-mismatch/certificates`` under ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "zero-mismatch" / "certificates"
 
@@ -108,10 +110,11 @@ def environment(device: str) -> Environment:
         flags = hashlib.blake2b(" ".join(sorted(cpu_flags())).encode(), digest_size=8).hexdigest()
         return Environment(processor=_processor(), features=flags, torch=torch.__version__)
     triton = importlib.import_module("triton")
+    major, minor = torch.cuda.get_device_capability()
     names = ("CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE")
     return Environment(
         processor=torch.cuda.get_device_name(),
-        features="sm%d%d" % torch.cuda.get_device_capability(),
+        features=f"sm{major}{minor}",
         driver=_driver(),
         torch=torch.__version__,
         triton=triton.__version__,
@@ -133,7 +136,7 @@ def _driver() -> str:
     try:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
     except OSError:
-        return f"CUDA driver {torch._C._cuda_getDriverVersion()}"
+        return f"CUDA driver {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
 
 
 def _cublas() -> str:
@@ -171,7 +174,7 @@ def _operators_digest(device: str) -> str:
 
 
 def sources(contract: Contract, implementation: Implementation) -> dict[str, str]:
-    """Digests of all code that may make the number; operators use one another, so all of them count."""
+    """Digests of all code that may make the number: operators use one another, so all count."""
     digests = {
         "implementation": _folder_digest(_folder_of(implementation.run)),
         "operator": _operators_digest(contract.device),
@@ -186,14 +189,20 @@ def path_of(contract: Contract, implementation: str, key: tuple[int, ...]) -> Pa
     return directory() / f"{contract.id}--{implementation}--{place.hexdigest()}.json"
 
 
-def void(certificate: Certificate, contract: Contract, implementation: Implementation) -> str | None:
+def void(
+    certificate: Certificate, contract: Contract, implementation: Implementation
+) -> str | None:
     """What has changed since the certificate was written, or None while it holds."""
     here, there = environment(contract.device).model_dump(), certificate.environment.model_dump()
-    changed = [f"{name}: {there[name]} is now {here[name]}" for name in here if here[name] != there[name]]
+    changed = [
+        f"{name}: {there[name]} is now {here[name]}" for name in here if here[name] != there[name]
+    ]
     digests = sources(contract, implementation)
     names = sorted(digests.keys() | certificate.sources.keys())
     changed += [
-        f"the {name} code changed" for name in names if digests.get(name) != certificate.sources.get(name)
+        f"the {name} code changed"
+        for name in names
+        if digests.get(name) != certificate.sources.get(name)
     ]
     return "; ".join(changed) or None
 
@@ -209,11 +218,15 @@ def read(path: Path) -> Certificate | str:
     if certificate.schema_version != SCHEMA_VERSION:
         return f"has schema version {certificate.schema_version}, not {SCHEMA_VERSION}"
     if not path.name.startswith(f"{certificate.contract}--{certificate.implementation}--"):
-        return f"belongs to {certificate.contract} {certificate.implementation}, not to its file name"
+        return (
+            f"belongs to {certificate.contract} {certificate.implementation}, not to its file name"
+        )
     return certificate
 
 
-def load(contract: Contract, implementation: Implementation, key: tuple[int, ...]) -> Certificate | None:
+def load(
+    contract: Contract, implementation: Implementation, key: tuple[int, ...]
+) -> Certificate | None:
     """The stored certificate that holds for this implementation here and now, or None."""
     found = read(path_of(contract, implementation.name, key))
     if isinstance(found, str) or found.key != key or void(found, contract, implementation):
@@ -228,7 +241,7 @@ def stored() -> Iterator[tuple[Path, Certificate | str]]:
 
 
 def save(certificate: Certificate, contract: Contract) -> Path:
-    """Write a certificate: a temporary file beside it, then an atomic rename. DiskError if impossible."""
+    """Write a temporary file, then rename it; DiskError where that cannot be done."""
     path = path_of(contract, certificate.implementation, certificate.key)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +255,7 @@ def save(certificate: Certificate, contract: Contract) -> Path:
             raise
     except OSError as error:
         raise DiskError(
-            f"cannot store a certificate in {path.parent}: {error.strerror}; make room there, or set "
-            "XDG_CACHE_HOME to a writable directory"
+            f"cannot store a certificate in {path.parent}: {error.strerror}; make room there, or "
+            "set XDG_CACHE_HOME to a writable directory"
         ) from error
     return path

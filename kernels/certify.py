@@ -1,17 +1,17 @@
 """Prove implementations bit-equal to their contract's reference, on data made to show differences.
 
-The sweep of an operator is a list of cases (:mod:`.cases` holds them); the reference computes each once,
-and every candidate runs it in all variations of :mod:`.trial`. What comes out is a certificate for each:
-admitted with zero differing bits, or refused with the first difference.
+The sweep of an operator is a list of cases (:mod:`.cases` holds them); the reference computes each
+once, and every candidate runs it in all variations of :mod:`.trial`. What comes out is a
+certificate for each: admitted with zero differing bits, or refused with the first difference.
 
     >>> certify(["linear.chain.float32.cpu.v1"])          # doctest: +SKIP
     [Certificate(implementation='core-avx512', admitted=True, elements=2210880, differing=0, ...),
      Certificate(implementation='stock-torch', role='red-control', admitted=False, ...), ...]
 
-Each full sweep also runs red controls: stock torch where a stock operator is registered, and the first
-candidate with one bit flipped in one row of a hundred. A sweep that admits one of them proves nothing and
-raises. Gradients are judged by tests, against fp64. ``zm kernels certify`` runs the full sweep;
-:mod:`.dispatch` runs the quick one at first use.
+Each full sweep also runs red controls: stock torch where a stock operator is registered, and the
+first candidate with one bit flipped in one row of a hundred. A sweep that admits one of them proves
+nothing and raises. Gradients are judged by tests, against fp64. ``zm kernels certify`` runs the
+full sweep; :mod:`.dispatch` runs the quick one at first use.
 """
 
 import hashlib
@@ -36,7 +36,7 @@ _STOCK: dict[str, Callable[..., Any]] = {}
 
 
 def register_cases(op: str, cases: Cases, *, device: str | None = None) -> None:
-    """``cases(contract, quick, seed, key)`` yields an operator's cases, for one device or for all."""
+    """``cases(contract, quick, seed, key)`` yields an operator's cases, on one device or all."""
     _CASES[(op, device)] = cases
 
 
@@ -51,7 +51,9 @@ def load_operators() -> None:
         importlib.import_module(f"{__package__}.{path.parent.name}")
 
 
-def cases_of(contract: Contract, *, quick: bool, seed: int, key: tuple[int, ...] = ()) -> Iterable[Case]:
+def cases_of(
+    contract: Contract, *, quick: bool, seed: int, key: tuple[int, ...] = ()
+) -> Iterable[Case]:
     """The cases of a contract's sweep; ContractError where none are registered."""
     importlib.import_module(f"{__package__}.cases")
     found = _CASES.get((contract.op, contract.device)) or _CASES.get((contract.op, None))
@@ -109,8 +111,8 @@ def _certificate(contract: Contract, trial: Trial, sweep: dict[str, Any]) -> Cer
     admitted = trial.reason is None
     if admitted and trial.role == "red-control":
         raise InconclusiveError(
-            f"the sweep of {contract.id} admits {trial.implementation.name}, which is known to be wrong: "
-            "it proves nothing; give the operator harder cases"
+            f"the sweep of {contract.id} admits {trial.implementation.name}, which is known to be "
+            "wrong: it proves nothing; give the operator harder cases"
         )
     return Certificate(
         contract=contract.id,
@@ -159,12 +161,14 @@ def certify(
 ) -> list[Certificate]:
     """Prove contracts (default: all that this machine can run) afresh and store the certificates.
 
-    progress: called with (contract id and case, contracts done, contracts in all). The red controls are
-    part of the result, but are not stored. Implementations that cannot run here are left out.
+    progress: called with (contract id and case, contracts done, contracts in all). The red controls
+    are part of the result, but are not stored. Implementations that cannot run here are left out.
     """
     load_operators()
     chosen = [contract_ids] if isinstance(contract_ids, str) else contract_ids
-    here = {"cpu"} | ({certificates.environment("gpu").features} if torch.cuda.is_available() else set())
+    here = {"cpu"} | (
+        {certificates.environment("gpu").features} if torch.cuda.is_available() else set()
+    )
     wanted = [get_contract(each) for each in chosen] if chosen else list(contracts())
     wanted = [contract for contract in wanted if chosen or contract.device in here]
     results = []

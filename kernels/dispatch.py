@@ -1,16 +1,18 @@
 """Certified dispatch: an implementation may serve a contract only after it proved its bits here.
 
-``choose`` is called on every operator call, so it is a dictionary lookup after the first time. The first
-time it reads the stored certificates of the contract's implementations, proves the ones that have none
+``choose`` is called on every operator call, so it is a dictionary lookup after the first time. The
+first time it reads the stored certificates of the contract's implementations, proves the ones that
+have none
 (a sweep of a second or so) and stores the result; among the admitted it takes the fastest. An
-implementation that differs is refused with a warning that names the first difference. When none is left,
-the contract's own reference serves, with a warning: the same bits, slower. Never another contract.
+implementation that differs is refused with a warning that names the first difference. When none is
+left, the contract's own reference serves, with a warning: the same bits, slower. Never another
+contract.
 
     run = choose("linear.chain.float32.cpu.v1").run
     y = run(x, weight, bias)
 
-Nothing is proved inside a CUDA graph capture: call the operator once before capturing. ``recheck`` goes
-through the stored certificates and says which hold; ``zm kernels list`` and gate C0 show it.
+Nothing is proved inside a CUDA graph capture: call the operator once before capturing. ``recheck``
+goes through the stored certificates and says which hold; ``zm kernels list`` and gate C0 show it.
 """
 
 import importlib
@@ -37,8 +39,9 @@ _DECIDING = threading.RLock()
 class Rechecked:
     """What became of one stored certificate.
 
-    status: ``valid``; ``refused`` (valid, and says that the implementation is wrong); ``void`` (something
-    changed since); ``foreign`` (another machine, or nothing registered by that name); ``unreadable``.
+    status: ``valid``; ``refused`` (valid, and says that the implementation is wrong); ``void``
+    (something changed since); ``foreign`` (another machine, or nothing registered by that name);
+    ``unreadable``.
 
         Rechecked(file="linear.chain...json", status="void", reason="the core code changed", ...)
     """
@@ -61,7 +64,7 @@ def choose(contract_id: str, key: tuple[int, ...] = ()) -> Implementation:
 
 
 def forget() -> None:
-    """Drop this process's decisions; the next call of each contract reads the certificates again."""
+    """Drop this process's decisions; the next call of a contract reads its certificates again."""
     _CHOSEN.clear()
 
 
@@ -80,8 +83,8 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
             return _CHOSEN[(contract_id, key)]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise NotCertifiedError(
-                f"{contract_id} {key or ''} is not certified and cannot be inside a CUDA graph capture; "
-                "run the operator once before capturing, or `zm kernels certify`"
+                f"{contract_id} {key or ''} is not certified, nor can it be inside a CUDA graph "
+                "capture; run the operator once before capturing, or `zm kernels certify`"
             )
         contract = get_contract(contract_id)
         offered = implementations(contract_id)
@@ -100,8 +103,8 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
             chosen = reference(contract_id)
             reasons = "; ".join(f"{name}: {why or 'refused'}" for name, why in missing.items())
             _warn(
-                f"no implementation of {contract_id} may serve here ({reasons or 'none is registered'}), so "
-                "its reference does: the same bits, but slowly. `zm doctor` says what to install"
+                f"no implementation of {contract_id} may serve here ({reasons or 'none exists'}), "
+                "so its reference does: the same bits, but slowly. `zm doctor` says what to install"
             )
         _CHOSEN[(contract_id, key)] = chosen
         return chosen
@@ -135,11 +138,13 @@ def _warn(message: str) -> None:
 
 def certificates() -> list["Certificate"]:
     """The stored certificates that hold on this machine now, refusals included."""
-    return [found for found, checked in _stored() if checked.status in ("valid", "refused") and found]
+    return [
+        found for found, checked in _stored() if checked.status in ("valid", "refused") and found
+    ]
 
 
 def recheck(*, rerun: bool = False) -> list[Rechecked]:
-    """Every stored certificate and whether it holds; ``rerun`` also repeats each sweep that should."""
+    """Every stored certificate and whether it holds; ``rerun`` also repeats the valid sweeps."""
     results = []
     for found, checked in _stored():
         again = _rerun(found) if rerun and found and checked.status == "valid" else None
@@ -162,10 +167,16 @@ def _rerun(found: "Certificate") -> str | None:
 
     offered = {each.name: each for each in implementations(found.contract)}
     contract, candidate = get_contract(found.contract), offered[found.implementation]
-    again = certify.prove(contract, [candidate], quick=found.quick, seed=found.seed, key=found.key)[0]
+    again = certify.prove(contract, [candidate], quick=found.quick, seed=found.seed, key=found.key)[
+        0
+    ]
     if not again.admitted:
         return again.reason
-    return None if again.output_digest == found.output_digest else "the reference gives other outputs now"
+    return (
+        None
+        if again.output_digest == found.output_digest
+        else "the reference gives other outputs now"
+    )
 
 
 def _stored() -> list[tuple["Certificate | None", Rechecked]]:

@@ -4,7 +4,9 @@ The same value comes out of torch on any device, the C++ core and a Triton kerne
 integer sums have no order and no rounding. All arithmetic below is on unsigned 64-bit integers:
 
     golden = 0x9E3779B97F4A7C15
-    mix(z)        z = (z ^ z>>30) * 0xBF58476D1CE4E5B9;  z = (z ^ z>>27) * 0x94D049BB133111EB;  z ^ z>>31
+    mix(z)        z = (z ^ z>>30) * 0xBF58476D1CE4E5B9
+                  z = (z ^ z>>27) * 0x94D049BB133111EB
+                  z ^ z>>31
     odd(seed, i)  mix(golden * (i + 1) + seed) | 1
 
     words   an element of 1 or 2 bytes is one word (its bits, zero-extended to 32); an element of
@@ -18,15 +20,15 @@ integer sums have no order and no rounding. All arithmetic below is on unsigned 
     tensor  its elements as one row; then, for every dimension d in turn, each lane becomes
             mix(lane + golden * (d + 1)): the shape counts
 
-``mix`` is a bijection with mix(0) = 0, so zero padding up to a block is free, and one changed word
-always changes both lanes: its product with an odd constant is not 0 modulo 2**64, and every later step
-is a bijection of that block's sum. Several changed words collide in one lane with odds of about 2**-32
-(only the top bits change) to 2**-63, and the two lanes are independent. Row length and dtype go
-in through ``h``: trailing zeros and a reinterpreted dtype both show. It is a fingerprint against faults,
-not against an adversary.
+``mix`` is a bijection with mix(0) = 0, so zero padding up to a block is free. One changed word
+always changes both lanes: its product with an odd constant is not 0 modulo 2**64, and every later
+step is a bijection of that block's sum. Several changed words collide in one lane with odds of
+about 2**-32 (only the top bits change) to 2**-63, and the two lanes are independent. Row length and
+dtype go in through ``h``: trailing zeros and a reinterpreted dtype both show. It is a fingerprint
+against faults, not against an adversary.
 
-For a Triton kernel: the constants of a block depend on i only, so a program computes (or loads) them
-once and reuses them for every block of every row; a 32 x 64-bit product needs two 32-bit wide
+For a Triton kernel: the constants of a block depend on i only, so a program computes (or loads)
+them once and reuses them for every block of every row; a 32 x 64-bit product needs two 32-bit wide
 multiplies (``w * low + (w * high << 32)``); ``tl.sum`` over int64 may use any order.
 
 Frozen: a change of any constant here is a new digest version.
@@ -75,7 +77,7 @@ def dtype_code(dtype: torch.dtype) -> int:
     code = DTYPE_CODES.get(dtype)
     if code is None:
         raise ContractError(
-            f"no digest is defined for {dtype}; view the tensor as an integer dtype of its width first"
+            f"no digest is defined for {dtype}; view the tensor as integers of its width first"
         )
     return code
 
@@ -117,7 +119,7 @@ def _block_constants(device: torch.device) -> Tensor:
 
 
 def words(x: Tensor) -> Tensor:
-    """Elements of a contiguous [rows, elements] tensor as words: an integer tensor [rows, words]."""
+    """A contiguous [rows, elements] tensor as its words: an integer tensor [rows, words]."""
     width = x.element_size()
     if width == 1:
         return x.view(torch.uint8)
@@ -158,7 +160,7 @@ def digest_rows(x: Tensor) -> Tensor:
 
 
 def fold_shape(lanes: tuple[int, int], shape: tuple[int, ...]) -> tuple[int, int]:
-    """The last line of the definition: lanes of a whole tensor's row digest, with its shape mixed in."""
+    """The definition's last line: a whole tensor's row digest with its shape mixed in."""
     first, second = lanes
     for dim in shape:
         step = GOLDEN * (dim + 1)

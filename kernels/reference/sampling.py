@@ -5,14 +5,15 @@ unsigned 64-bit, wrapping):
 
     key       = mix(golden * (p + 1) + mix(s ^ SEED_NOISE))
     h[v]      = mix(golden * (v + 1) + key)                      v: token id
-    u[v]      = the fp64 number with mantissa h[v] >> 12 in [1, 2), minus (1 - 2**-53): exact, in (0, 1)
+    u[v]      = 1 + (h[v] >> 12) * 2**-52  -  (1 - 2**-53)       fp64, exact, inside (0, 1)
     score[v]  = fp64(fp32(logit[v] / T)) - log(-log(u[v]))
     token     = the lowest v with the largest score
 
 T = 0 is greedy: score[v] = logit[v]. The division is the same fp32 division as in the logprob
-contract, so the reported distribution is the sampled one. ``log`` is "log.fp64.v1": fdlibm's polynomial,
-each step one IEEE operation and none fused, so that C++, torch on any device and a Triton kernel agree.
-The noise depends on seed, position and token id and on nothing else: not on batch, row or engine.
+contract, so the reported distribution is the sampled one. ``log`` is "log.fp64.v1": fdlibm's
+polynomial, each step one IEEE operation and none fused, so that C++, torch on any device and a
+Triton kernel agree. The noise depends on seed, position and token id and on nothing else: not on
+batch, row or engine.
 
 A row that cannot be sampled gives a negative reason: -1 NaN, -2 +inf, -3 nothing above -inf,
 -4 logit / T overflows. Frozen: a change of any step is a new contract version.

@@ -2,11 +2,11 @@
 
     token = the lowest v with the largest  logit[v] / T + gumbel(seed, position, v)
 
-The noise is an integer hash of (seed, position, token id), so it does not depend on the batch, the row
-or what else is being generated; replaying a request with its seed gives the same tokens. Adding Gumbel
-noise and taking the maximum draws exactly from softmax(logits / T). Temperature 0 is greedy. The
-contract ``sampling.gumbel.float32.cpu.v1`` is written out in ``kernels/reference/sampling.py``. Not
-differentiable. ``pytest tests/kernels/sampling`` exercises it.
+The noise is an integer hash of (seed, position, token id), so it does not depend on the batch, the
+row or what else is being generated; replaying a request with its seed gives the same tokens. Adding
+Gumbel noise and taking the maximum draws exactly from softmax(logits / T). Temperature 0 is greedy.
+The contract ``sampling.gumbel.float32.cpu.v1`` is written out in ``kernels/reference/sampling.py``.
+Not differentiable. ``pytest tests/kernels/sampling`` exercises it.
 
 Legend: T rows (one per request), V vocabulary.
 """
@@ -29,11 +29,13 @@ _REASONS = {
 }
 
 
-def sample(logits_TV: Tensor, seeds_T: Tensor, positions_T: Tensor, temperature_T: Tensor) -> Tensor:
+def sample(
+    logits_TV: Tensor, seeds_T: Tensor, positions_T: Tensor, temperature_T: Tensor
+) -> Tensor:
     """Draw one token per row: int64 [T].
 
-    logits: fp32 [T, V]; -inf masks a token. seeds, positions: int64 [T]. temperature: fp32 [T], 0 is
-    greedy with the lowest id on ties. Rows that hold NaN or +inf, or nothing but -inf, raise
+    logits: fp32 [T, V]; -inf masks a token. seeds, positions: int64 [T]. temperature: fp32 [T], 0
+    is greedy with the lowest id on ties. Rows that hold NaN or +inf, or nothing but -inf, raise
     NonFiniteError naming the row; tensors of another dtype, shape or device raise ContractError.
     """
     _check(logits_TV, seeds_T, positions_T, temperature_T)
@@ -71,4 +73,6 @@ def _check(logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
     if rows[0] and logits.shape[1] == 0:
         raise ContractError("logits have no columns; pass at least one token to choose from")
     if not bool(((temperature >= 0) & (temperature < float("inf"))).all()):
-        raise UsageError("temperatures must be finite and at least 0 (0 is greedy); correct the request")
+        raise UsageError(
+            "temperatures must be finite and at least 0 (0 is greedy); correct the request"
+        )

@@ -14,7 +14,7 @@ CONTRACT = register_contract(
         op="sampling",
         dtype="float32",
         device="cpu",
-        formula="argmax over v of logit[v] / T - log(-log(u(seed, position, v))); T = 0: argmax of logit",
+        formula="argmax over v of logit[v] / T - log(-log(u(seed, position, v))); T = 0: greedy",
         order="none: a maximum, lowest id on ties",
         rounding="logit / T in fp32, widened; noise and sum in fp64, each step rounded, none fused",
         functions="log.fp64.v1 (fdlibm polynomial), splitmix64 hash, true division",
@@ -24,7 +24,9 @@ CONTRACT = register_contract(
 )
 
 
-def _sample(variant: str, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor) -> Tensor:
+def _sample(
+    variant: str, logits: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor
+) -> Tensor:
     rows, vocabulary = logits.shape
     tokens = torch.empty(rows, dtype=torch.int64)
     core(variant).call("sample", logits, seeds, positions, temperature, rows, vocabulary, tokens)

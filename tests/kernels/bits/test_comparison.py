@@ -47,7 +47,9 @@ def test_first_difference_names_place_bits_and_distance() -> None:
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64], ids=str
+    "dtype",
+    [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.complex64],
+    ids=str,
 )
 def test_first_difference_of_other_dtypes(dtype: torch.dtype) -> None:
     a = torch.ones(2, 3, dtype=dtype)
@@ -73,7 +75,9 @@ def test_ulp_distance_counts_representable_values() -> None:
     assert bits.ulp_distance(a, b).tolist() == [0, 1, 2 * one + 1, 3, 0x800000]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str
+)
 def test_ulp_distance_is_one_for_neighbours(dtype: torch.dtype) -> None:
     a = torch.randn(200).to(dtype)
     view = bits.int_view(a).clone()

@@ -38,7 +38,9 @@ def plain_digest(words: list[int], elements: int, code: int) -> tuple[int, int]:
             total += definition.mix_int(part) * odd(definition.SEED_C, block // 1024)
         lanes.append(total)
     head = definition.mix_int(((elements << 8 | code) * golden) & mask)
-    return definition.mix_int((lanes[0] + head) & mask), definition.mix_int((lanes[1] & mask) ^ head)
+    return definition.mix_int((lanes[0] + head) & mask), definition.mix_int(
+        (lanes[1] & mask) ^ head
+    )
 
 
 def test_reference_follows_its_written_definition() -> None:
@@ -88,7 +90,9 @@ def test_long_rows_are_cut_into_pieces_without_a_trace(monkeypatch: pytest.Monke
     assert torch.equal(definition.digest_rows(x), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int8], ids=str
+)
 def test_every_single_bit_of_a_row_changes_both_lanes(dtype: torch.dtype) -> None:
     row = random_bits(1, 1030, dtype)
     view = bits.int_view(row)
@@ -107,7 +111,10 @@ def test_order_sign_of_zero_and_nan_payload_count() -> None:
         (torch.tensor([1.0, 2.0, 5.0, 5.0]), torch.tensor([1.0, 2.0, 9.0, 9.0])),
         (torch.tensor([1.0, 2.0]), torch.tensor([2.0, 1.0])),
         (torch.tensor([0.0]), torch.tensor([-0.0])),
-        (torch.tensor([0x7FC00000]).int().view(torch.float32), torch.tensor([0x7FC00001]).int().view(torch.float32)),
+        (
+            torch.tensor([0x7FC00000]).int().view(torch.float32),
+            torch.tensor([0x7FC00001]).int().view(torch.float32),
+        ),
         (torch.tensor([1.0]), torch.tensor([1.0, 0.0])),
         (torch.zeros(1024), torch.zeros(1025)),
         (torch.zeros(0), torch.zeros(1)),

@@ -1,4 +1,4 @@
-"""Sampling: one definition, the right distribution, and nothing but the row's own numbers in a token."""
+"""Sampling: one definition, the right distribution, and the same token in every batch."""
 
 import math
 
@@ -34,7 +34,9 @@ def test_every_variant_equals_the_definition(name: str, vocabulary: int) -> None
 
 def test_logarithm_is_accurate_to_one_ulp() -> None:
     x = torch.cat((torch.rand(50_000), 1 - torch.rand(500) * 1e-7, torch.rand(500) * 40)).double()
-    x = torch.cat((x, 1 - torch.rand(500).double() * 1e-13, torch.rand(500).double() * 1e-15 + 1e-17))
+    x = torch.cat(
+        (x, 1 - torch.rand(500).double() * 1e-13, torch.rand(500).double() * 1e-15 + 1e-17)
+    )
     truth = x.log()
     ulp = torch.nextafter(truth.abs(), torch.tensor(math.inf).double()) - truth.abs()
     assert float(((definition.log(x) - truth).abs() / ulp).max()) <= 1.0
@@ -68,7 +70,9 @@ def test_successive_positions_are_independent() -> None:
     )
     pairs = torch.bincount(tokens[:-1] * 4 + tokens[1:], minlength=16).double()
     expected = (draws - 1) / 16
-    assert float(((pairs - expected) ** 2 / expected).sum()) < 37.7  # 15 degrees of freedom, p = 0.001
+    assert (
+        float(((pairs - expected) ** 2 / expected).sum()) < 37.7
+    )  # 15 degrees of freedom, p = 0.001
 
 
 def test_a_row_draws_the_same_token_in_any_batch() -> None:
@@ -92,7 +96,9 @@ def test_seed_position_and_token_id_all_matter() -> None:
 
 
 def test_temperature_zero_is_greedy_with_the_lowest_id_on_ties() -> None:
-    logits = torch.tensor([[1.0, 3.0, 3.0, 2.0], [-0.0, 0.0, -1.0, -2.0], [-math.inf, -5.0, -5.0, -9.0]])
+    logits = torch.tensor(
+        [[1.0, 3.0, 3.0, 2.0], [-0.0, 0.0, -1.0, -2.0], [-math.inf, -5.0, -5.0, -9.0]]
+    )
     ids = torch.arange(3)
     assert sample(logits, ids, ids, torch.zeros(3)).tolist() == [1, 0, 1]
 
