@@ -35,6 +35,7 @@ constexpr int TILE_ROWS = 4, ACCUMULATORS = 4;
 #endif
 constexpr int GROUP_PANELS = 8, RUN_TILES = 16;
 constexpr int64_t K_BLOCK = 256, K_SPAN = 4096, BLOCK_FLOATS = int64_t(1) << 20;
+constexpr int64_t SMALL = 1 << 18;  // up to here one thread is done before two have met
 
 constexpr int most_panels(int rows) { return std::min(GROUP_PANELS, ACCUMULATORS / rows); }
 
@@ -48,8 +49,8 @@ static inline float widen(const void* p, int64_t i, int64_t is_bf16) {
 
 // One register tile: continues R * P * 16 chains for `steps` values of k.
 template <int R, int P>
-static void run_tile(const float* a, const float* b, int64_t panel_stride, int64_t steps, float* acc, int64_t acc_stride,
-                     bool fresh) {
+static void run_tile(const float* a, const float* b, int64_t panel_stride, int64_t steps,
+                     float* acc, int64_t acc_stride, bool fresh) {
   f32x16 c[R][P];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
@@ -75,8 +76,10 @@ static void run_tile(const float* a, const float* b, int64_t panel_stride, int64
 using TileFunction = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, bool);
 template <int R, int P>
 constexpr TileFunction tile_or_null() {
-  if constexpr (P <= most_panels(R)) return run_tile<R, P>;
-  else return nullptr;
+  if constexpr (P <= most_panels(R))
+    return run_tile<R, P>;
+  else
+    return nullptr;
 }
 template <int R, int... P>
 constexpr std::array<TileFunction, GROUP_PANELS> tile_row(std::integer_sequence<int, P...>) {
@@ -117,7 +120,8 @@ static void pack_tile(const Operand& A, int64_t first, int R, int64_t k0, int64_
 }
 
 // Panels [p0, p0 + P) of a row-major B, k in [k0, k1) -> out[P][K_BLOCK][16].
-static void pack_rows(const Operand& B, int64_t N, int64_t p0, int P, int64_t k0, int64_t k1, float* out) {
+static void pack_rows(const Operand& B, int64_t N, int64_t p0, int P, int64_t k0, int64_t k1,
+                      float* out) {
   for (int p = 0; p < P; p++) {
     int64_t n = (p0 + p) * L;
     int valid = (int)std::min<int64_t>(L, N - n);
@@ -125,9 +129,11 @@ static void pack_rows(const Operand& B, int64_t N, int64_t p0, int P, int64_t k0
     for (int64_t k = k0; k < k1; k++, to += L) {
       if (valid == L) {
         int64_t at = k * B.ld + n;
-        store(to, B.bf16 ? load_bf16((const uint16_t*)B.data + at) : load((const float*)B.data + at));
+        store(to,
+              B.bf16 ? load_bf16((const uint16_t*)B.data + at) : load((const float*)B.data + at));
       } else {
-        for (int j = 0; j < L; j++) to[j] = j < valid ? widen(B.data, k * B.ld + n + j, B.bf16) : 0.0f;
+        for (int j = 0; j < L; j++)
+          to[j] = j < valid ? widen(B.data, k * B.ld + n + j, B.bf16) : 0.0f;
       }
     }
   }
@@ -145,12 +151,20 @@ static void finish_row(const Product& g, int64_t m, int64_t p0, int P, const flo
     }
     if (g.c_bf16) {
       uint16_t* to = (uint16_t*)g.C + m * g.N + n;
-      if (valid == L) store_bf16(to, c);
-      else { store_bf16((uint16_t*)rest, c); memcpy(to, rest, sizeof(uint16_t) * valid); }
+      if (valid == L)
+        store_bf16(to, c);
+      else {
+        store_bf16((uint16_t*)rest, c);
+        memcpy(to, rest, sizeof(uint16_t) * valid);
+      }
     } else {
       float* to = (float*)g.C + m * g.N + n;
-      if (valid == L) store(to, c);
-      else { store(rest, c); memcpy(to, rest, sizeof(float) * valid); }
+      if (valid == L)
+        store(to, c);
+      else {
+        store(rest, c);
+        memcpy(to, rest, sizeof(float) * valid);
+      }
     }
   }
 }
@@ -168,7 +182,8 @@ struct Tiling {
 };
 
 // Tiles [t0, t1) times panels [p0, p0 + P).
-static void run_job(const Product& g, const float* packed, Tiling tiling, int64_t t0, int64_t t1, int64_t p0, int P) {
+static void run_job(const Product& g, const float* packed, Tiling tiling, int64_t t0, int64_t t1,
+                    int64_t p0, int P) {
   alignas(64) float acc[RUN_TILES * ACCUMULATORS * L];
   alignas(64) float cut[GROUP_PANELS * K_BLOCK * L];
   int64_t m0 = tiling.start(t0), m1 = tiling.start(t1), width = P * L;
@@ -186,8 +201,8 @@ static void run_job(const Product& g, const float* packed, Tiling tiling, int64_
     for (int64_t t = t0; t < t1; t++) {
       int64_t m = tiling.start(t);
       int R = (int)(tiling.start(t + 1) - m);
-      TILES[R - 1][P - 1](packed + m * g.K + k0 * R, b, panel_stride, k1 - k0, acc + (m - m0) * width, width,
-                          k0 == 0 && !g.initial);
+      TILES[R - 1][P - 1](packed + m * g.K + k0 * R, b, panel_stride, k1 - k0,
+                          acc + (m - m0) * width, width, k0 == 0 && !g.initial);
     }
   }
   for (int64_t m = m0; m < m1; m++) finish_row(g, m, p0, P, acc + (m - m0) * width);
@@ -200,12 +215,13 @@ static void run_block(const Product& g, std::vector<float>& buffer) {
   int64_t widest = most_panels((int)((g.M + tiling.count - 1) / tiling.count));
   int64_t groups = ((panels + widest - 1) / widest + g.threads - 1) / g.threads * g.threads;
   groups = std::min(groups, panels);
-  int64_t run = std::max<int64_t>(1, std::min<int64_t>(RUN_TILES, tiling.count * groups / (4 * g.threads)));
+  int64_t run =
+      std::max<int64_t>(1, std::min<int64_t>(RUN_TILES, tiling.count * groups / (4 * g.threads)));
   int64_t runs = (tiling.count + run - 1) / run;
   bool direct = g.M == 1 && !g.A.bf16 && !g.A.transposed;
   if (!direct && (int64_t)buffer.size() < g.M * g.K) buffer.resize(g.M * g.K);
   const float* packed = direct ? (const float*)g.A.data : buffer.data();
-#pragma omp parallel num_threads(g.threads) if (g.threads > 1)
+#pragma omp parallel num_threads(g.threads) if (g.M * g.N * g.K > SMALL)
   {
     if (!direct) {
 #pragma omp for schedule(static)
@@ -224,10 +240,13 @@ static void run_block(const Product& g, std::vector<float>& buffer) {
   }
 }
 
-static const void* at(const void* p, bool bf16, int64_t i) { return (const char*)p + i * (bf16 ? 2 : 4); }
+static const void* at(const void* p, bool bf16, int64_t i) {
+  return (const char*)p + i * (bf16 ? 2 : 4);
+}
 
 // Rows [m0, m1) and steps [k0, k1) of g as a product of its own, whose chains start at `from`.
-static Product part(const Product& g, int64_t m0, int64_t m1, int64_t k0, int64_t k1, const float* from, void* to) {
+static Product part(const Product& g, int64_t m0, int64_t m1, int64_t k0, int64_t k1,
+                    const float* from, void* to) {
   Product s = g;
   s.M = m1 - m0;
   s.K = k1 - k0;
@@ -266,12 +285,12 @@ static void multiply(const Product& g) {
 }  // namespace ZM_NAMESPACE::gemm
 
 // weight [N, K] -> panels [ceil(N / 16)][K][16], zero padded, fp32.
-extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, int64_t K, float* panels,
-                                int64_t threads) {
+extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, int64_t K,
+                                float* panels, int64_t threads) {
   using namespace ZM_NAMESPACE;
   using namespace ZM_NAMESPACE::gemm;
   int64_t count = (N + L - 1) / L;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+#pragma omp parallel for num_threads(threads) schedule(static) if (N * K > SMALL)
   for (int64_t p = 0; p < count; p++)
     for (int64_t k = 0; k < K; k++)
       for (int j = 0; j < L; j++) {
@@ -281,20 +300,33 @@ extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, i
 }
 
 // C [M, N] = round(A [M, K] x panels + bias).
-extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* panels, const float* bias, void* C,
-                                int64_t c_bf16, int64_t M, int64_t N, int64_t K, int64_t threads) {
+extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* panels,
+                                const float* bias, void* C, int64_t c_bf16, int64_t M, int64_t N,
+                                int64_t K, int64_t threads) {
   using namespace ZM_NAMESPACE;
   using namespace ZM_NAMESPACE::gemm;
-  multiply({{A, a_bf16 != 0, false, K}, panels, K * L, {}, nullptr, bias, C, c_bf16 != 0, M, N, K, threads});
+  Product g{};
+  g.A = {A, a_bf16 != 0, false, K};
+  g.panels = panels, g.panel_stride = K * L;
+  g.bias = bias;
+  g.C = C, g.c_bf16 = c_bf16 != 0;
+  g.M = M, g.N = N, g.K = K, g.threads = threads;
+  multiply(g);
 }
 
 // C [M, N] = round(initial + A x B), B row-major [K, N]; A is [M, K], or [K, M] when a_transposed.
 // `initial` (fp32, may be C itself) is where each chain starts; null means +0.
-extern "C" void ZM_EXPORT(gemm_rows)(const void* A, int64_t a_bf16, int64_t a_transposed, const void* B, int64_t b_bf16,
-                                     const float* initial, void* C, int64_t c_bf16, int64_t M, int64_t N, int64_t K,
+extern "C" void ZM_EXPORT(gemm_rows)(const void* A, int64_t a_bf16, int64_t a_transposed,
+                                     const void* B, int64_t b_bf16, const float* initial, void* C,
+                                     int64_t c_bf16, int64_t M, int64_t N, int64_t K,
                                      int64_t threads) {
   using namespace ZM_NAMESPACE;
   using namespace ZM_NAMESPACE::gemm;
-  multiply({{A, a_bf16 != 0, a_transposed != 0, a_transposed ? M : K}, nullptr, 0, {B, b_bf16 != 0, false, N}, initial,
-            nullptr, C, c_bf16 != 0, M, N, K, threads});
+  Product g{};
+  g.A = {A, a_bf16 != 0, a_transposed != 0, a_transposed ? M : K};
+  g.rows = {B, b_bf16 != 0, false, N};
+  g.initial = initial;
+  g.C = C, g.c_bf16 = c_bf16 != 0;
+  g.M = M, g.N = N, g.K = K, g.threads = threads;
+  multiply(g);
 }

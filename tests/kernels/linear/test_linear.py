@@ -55,7 +55,7 @@ def test_the_reference_itself_depends_on_its_order():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("size", [(40, 50, 600), (3, 18, 4500)])
+@pytest.mark.parametrize("size", [(40, 50, 600), (3, 18, 4500), (1, 18, 4500)])
 def test_variants_agree_across_cache_blocks_and_pauses_of_the_chain(size, dtype):
     x, weight, bias = operands(*size, dtype)
     first, *others = usable("linear", dtype)
