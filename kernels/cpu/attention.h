@@ -1,156 +1,26 @@
-// Causal attention over pages of 16 keys: forward, cache writes, and the pieces backward shares.
+// Causal attention over pages of 16 keys: forward, tiling, cache writes.
 //
 // Bits of one query row ("attention.pages16"): walk pages in ascending absolute order; per page
-//   s = (FMA chain over d ascending) * scale, keys along the lanes; invisible keys become -inf by select
-//   m grows to the page's maximum; only then l and acc are multiplied by exp(m_old - m_new)
-//   p = exp(s - m); l += p in 16 lanes; acc: FMA chain over the visible keys, ascending
-// and at the end o = acc / sum_lanes(l). Invisible keys are skipped, never multiplied by zero, so what
-// lies in them cannot leak. A sink is a key before position 0 without a value.
+//
+//   s   (FMA chain over d, ascending) * scale, keys along the lanes; -inf by select if invisible
+//   m   grows to the page's maximum; only then l and acc are multiplied by exp(m_old - m_new)
+//   p   exp(s - m);  l += p in 16 lanes;  acc: FMA chain over the visible keys, ascending
+//
+// and at the end o = acc / sum_lanes(l). Invisible keys are skipped, never multiplied by zero, so
+// what lies in them cannot leak. A sink is a key before position 0 without a value.
 //
 // Everything else is schedule: how many rows or heads share a load of K, how many pages are scored
-// ahead, which thread runs a tile. Storage `T` is float, or uint16_t holding bf16 (widened exactly).
+// ahead, which thread runs a tile. Storage `T` is float, or uint16_t holding bf16, widened exactly.
 //
 // Layout: K [page][kv_head][D][16], V [page][kv_head][16][D]; D a multiple of 16, at most 256.
 #pragma once
-#include "rows.h"
-#include "simd.h"
+#include "attention_blocks.h"
 
 namespace ZM_NAMESPACE {
 
-constexpr int PAGE = 16, MAX_ROWS = 32, MAX_DIM = 256, MAX_AHEAD = 4;
-#if defined(ZM_AVX512)
-constexpr int SCORE_ROWS = 8, SCORE_CHAINS = 16, VALUE_COLUMNS = 4;
-#else
-constexpr int SCORE_ROWS = 4, SCORE_CHAINS = 4, VALUE_COLUMNS = 1;
-#endif
-constexpr int VALUE_ROWS = 4;
-
-// out[p][r] = FMA chain over d of q[d][r] * k[p][d], for P pages and R rows at once.
-// q is packed [dim][R]; pages are `k[p]`; out has MAX_ROWS rows per page.
-template <class T, int R, int P>
-static inline void dots(const float* q, const T* const* k, int64_t dim, float (*out)[MAX_ROWS][L]) {
-  f32x16 s[P][R];
-  for (int p = 0; p < P; p++)
-    for (int r = 0; r < R; r++) s[p][r] = splat(0.0f);
-  for (int64_t d = 0; d < dim; d++) {
-    f32x16 key[P];
-    for (int p = 0; p < P; p++) key[p] = load_as(k[p] + d * PAGE);
-    for (int r = 0; r < R; r++) {
-      f32x16 a = splat(q[d * R + r]);
-      for (int p = 0; p < P; p++) s[p][r] = fma(a, key[p], s[p][r]);
-    }
-  }
-  for (int p = 0; p < P; p++)
-    for (int r = 0; r < R; r++) store(out[p][r], s[p][r]);
-}
-
-template <class T, int R>
-static void dots_pages(const float* q, const T* const* k, int pages, int64_t dim,
-                       float (*out)[MAX_ROWS][L]) {
-  constexpr int P = SCORE_CHAINS / R < 1 ? 1 : SCORE_CHAINS / R > MAX_AHEAD ? MAX_AHEAD : SCORE_CHAINS / R;
-  int p = 0;
-  for (; p + P <= pages; p += P) dots<T, R, P>(q, k + p, dim, out + p);
-  for (; p < pages; p++) dots<T, R, 1>(q, k + p, dim, out + p);
-}
-
-// Rows are packed in groups of SCORE_ROWS, the last group smaller: group g starts at row g.first.
-static inline int group_size(int rows, int first) {
-  int left = rows - first;
-  if (left >= SCORE_ROWS) return SCORE_ROWS;
-  return left >= 4 ? 4 : left;
-}
-
-template <class T>
-static void score_rows(const float* packed, int rows, const T* const* k, int pages, int64_t dim,
-                       float (*out)[MAX_ROWS][L]) {
-  for (int first = 0, size; first < rows; first += size) {
-    size = group_size(rows, first);
-    const float* q = packed + first * dim;
-    float(*to)[MAX_ROWS][L] = (float(*)[MAX_ROWS][L])out[0][first];
-    if (size == 8) dots_pages<T, 8>(q, k, pages, dim, to);
-    else if (size == 4) dots_pages<T, 4>(q, k, pages, dim, to);
-    else if (size == 3) dots_pages<T, 3>(q, k, pages, dim, to);
-    else if (size == 2) dots_pages<T, 2>(q, k, pages, dim, to);
-    else dots_pages<T, 1>(q, k, pages, dim, to);
-  }
-}
-
-template <class T>
-static void pack_rows(const T* const* rows, int count, int64_t dim, float* packed) {
-  for (int first = 0, size; first < count; first += size) {
-    size = group_size(count, first);
-    for (int r = 0; r < size; r++)
-      for (int64_t d = 0; d < dim; d += L) {
-        alignas(64) float t[L];
-        store(t, load_as(rows[first + r] + d));
-        for (int i = 0; i < L; i++) packed[first * dim + (d + i) * size + r] = t[i];
-      }
-  }
-}
-
-// acc[r] += sum over t in [lo, hi), ascending FMA chain, of weight[r][t] * value[t], for R rows.
-template <class T, int R, int NV>
-static inline void accumulate(float* acc, int64_t acc_stride, const float* weight, int64_t weight_stride,
-                              const T* value, int64_t value_stride, int lo, int hi) {
-  f32x16 a[R][NV];
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < NV; j++) a[r][j] = load(acc + r * acc_stride + j * L);
-  for (int t = lo; t < hi; t++) {
-    f32x16 v[NV];
-    for (int j = 0; j < NV; j++) v[j] = load_as(value + t * value_stride + j * L);
-    for (int r = 0; r < R; r++) {
-      f32x16 w = splat(weight[r * weight_stride + t]);
-      for (int j = 0; j < NV; j++) a[r][j] = fma(w, v[j], a[r][j]);
-    }
-  }
-  for (int r = 0; r < R; r++)
-    for (int j = 0; j < NV; j++) store(acc + r * acc_stride + j * L, a[r][j]);
-}
-
-template <class T, int R>
-static void accumulate_columns(float* acc, const float* weight, int64_t weight_stride, const T* value,
-                               int64_t value_stride, int64_t dim, int lo, int hi) {
-  constexpr int NV = R == 1 ? 4 : VALUE_COLUMNS;
-  int64_t c = 0;
-  for (; c + NV * L <= dim; c += NV * L)
-    accumulate<T, R, NV>(acc + c, dim, weight, weight_stride, value + c, value_stride, lo, hi);
-  for (; c < dim; c += L)
-    accumulate<T, R, 1>(acc + c, dim, weight, weight_stride, value + c, value_stride, lo, hi);
-}
-
-// For every row r: the chain over its own range [lo[r], hi[r]); rows with equal ranges share loads.
-template <class T>
-static void accumulate_rows(float* acc, int rows, const float* weight, int64_t weight_stride, const T* value,
-                            int64_t value_stride, int64_t dim, const int* lo, const int* hi) {
-  for (int r = 0, size; r < rows; r += size) {
-    size = 1;
-    while (size < VALUE_ROWS && r + size < rows && lo[r + size] == lo[r] && hi[r + size] == hi[r]) size++;
-    float* a = acc + r * dim;
-    const float* w = weight + r * weight_stride;
-    if (lo[r] >= hi[r]) continue;
-    if (size == 4) accumulate_columns<T, 4>(a, w, weight_stride, value, value_stride, dim, lo[r], hi[r]);
-    else if (size == 3) accumulate_columns<T, 3>(a, w, weight_stride, value, value_stride, dim, lo[r], hi[r]);
-    else if (size == 2) accumulate_columns<T, 2>(a, w, weight_stride, value, value_stride, dim, lo[r], hi[r]);
-    else accumulate_columns<T, 1>(a, w, weight_stride, value, value_stride, dim, lo[r], hi[r]);
-  }
-}
-
-// tanh.cpu.v1: odd polynomial below 0.625 (Cephes' tanhf), else 1 - 2 / (exp(2|x|) + 1).
-static inline f32x16 tanh(f32x16 x) {
-  f32x16 zero = splat(0.0f), one = splat(1.0f), size = max(x, sub(zero, x)), z = mul(x, x);
-  f32x16 p = splat(-5.70498872745e-3f);
-  p = fma(p, z, splat(2.06390887954e-2f));
-  p = fma(p, z, splat(-5.37397155531e-2f));
-  p = fma(p, z, splat(1.33314422036e-1f));
-  p = fma(p, z, splat(-3.33332819422e-1f));
-  f32x16 small = fma(mul(p, z), x, x);
-  f32x16 large = sub(one, div(splat(2.0f), add(exp(add(size, size)), one)));
-  large = select(less(x, zero), sub(zero, large), large);
-  return select(less(size, splat(0.625f)), small, large);
-}
-
 // One call's tensors. window 0: none; softcap 0: none; sinks null: none.
-template <class T> struct Attention {
+template <class T>
+struct Attention {
   const T *q, *k, *v;
   const int32_t *query_start, *kv_len, *block_table;
   const float* sinks;
@@ -194,7 +64,9 @@ struct Tiling {
     int64_t blocks = (group + cap - 1) / cap;
     return (int)((group + blocks - 1) / blocks);
   }
-  int64_t head_blocks(int64_t queries) const { return (group + heads(queries) - 1) / heads(queries); }
+  int64_t head_blocks(int64_t queries) const {
+    return (group + heads(queries) - 1) / heads(queries);
+  }
   int64_t count(int64_t queries) const {
     if (queries <= 0) return 0;
     return (queries + tokens(queries) - 1) / tokens(queries) * kv_heads * head_blocks(queries);
@@ -237,7 +109,8 @@ static void for_each_tile(const Attention<T>& a, int threads, Body body) {
 }
 
 // The rows of a tile, head by head: index into [T, H], absolute position.
-template <class T> struct TileRows {
+template <class T>
+struct TileRows {
   int count;
   int64_t index[MAX_ROWS], position[MAX_ROWS], first_page, last_page;
   TileRows(const Attention<T>& a, const Tile& t) : count(0), first_page(INT64_MAX), last_page(-1) {
@@ -245,7 +118,8 @@ template <class T> struct TileRows {
     for (int h = 0; h < t.heads; h++)
       for (int i = 0; i < t.tokens; i++) {
         int64_t token = t.first_token + i, at = context + token;
-        index[count] = (a.query_start[t.request] + token) * a.heads + t.kv_head * group + t.first_head + h;
+        index[count] =
+            (a.query_start[t.request] + token) * a.heads + t.kv_head * group + t.first_head + h;
         position[count++] = at;
         if (a.first_page(at) < first_page) first_page = a.first_page(at);
         if (at / PAGE > last_page) last_page = at / PAGE;
@@ -261,7 +135,8 @@ struct Softmax {
 
 // One page of one row: scores in, probabilities (relative to the running maximum) out.
 template <class T>
-static inline void softmax_page(const Attention<T>& a, Softmax& state, float* acc, float* row, int lo, int hi) {
+static inline void softmax_page(const Attention<T>& a, Softmax& state, float* acc, float* row,
+                                int lo, int hi) {
   f32x16 s = a.scored(load(row));
   mask16 seen = lanes_in(lo, hi);
   bool whole = lo == 0 && hi == PAGE;
@@ -298,7 +173,8 @@ static void attend_tile(const Attention<T>& a, const Tile& tile) {
   memset(acc, 0, rows.count * a.dim * sizeof(float));
   pack_rows(q, rows.count, a.dim, packed);
   for (int64_t first = rows.first_page; first <= rows.last_page; first += MAX_AHEAD) {
-    int ahead = (int)(rows.last_page - first + 1 < MAX_AHEAD ? rows.last_page - first + 1 : MAX_AHEAD);
+    int ahead =
+        (int)(rows.last_page - first + 1 < MAX_AHEAD ? rows.last_page - first + 1 : MAX_AHEAD);
     const T* keys[MAX_AHEAD];
     for (int p = 0; p < ahead; p++) keys[p] = a.page(a.k, tile.request, first + p, tile.kv_head);
     score_rows(packed, rows.count, keys, ahead, a.dim, s);
@@ -317,12 +193,13 @@ static void attend_tile(const Attention<T>& a, const Tile& tile) {
     a.m[rows.index[r]] = state[r].m;
     a.l[rows.index[r]] = l;
     T* out = a.out + rows.index[r] * a.dim;
-    for (int64_t d = 0; d < a.dim; d += L) store_as(out + d, div(load(acc + r * a.dim + d), splat(l)));
+    for (int64_t d = 0; d < a.dim; d += L)
+      store_as(out + d, div(load(acc + r * a.dim + d), splat(l)));
   }
 }
 
-// The first request that would read outside its block table or the cache, or -1; `requests` when the
-// requests do not cover the rows.
+// The first request that would read outside its block table or the cache, or -1; `requests` when
+// the requests do not cover the rows.
 template <class T>
 static int64_t first_bad_request(const Attention<T>& a, int64_t rows, int64_t num_pages) {
   if (a.query_start[0] != 0 || a.query_start[a.requests] != rows) return a.requests;
@@ -338,8 +215,8 @@ static int64_t first_bad_request(const Attention<T>& a, int64_t rows, int64_t nu
 }
 
 template <class U>
-static void write_pages(U* k_pages, U* v_pages, const U* k, const U* v, const int64_t* slot, int64_t tokens,
-                        int64_t kv_heads, int64_t dim, int threads) {
+static void write_pages(U* k_pages, U* v_pages, const U* k, const U* v, const int64_t* slot,
+                        int64_t tokens, int64_t kv_heads, int64_t dim, int threads) {
 #pragma omp parallel for num_threads(threads) if (tokens * kv_heads * dim > 16384)
   for (int64_t h = 0; h < kv_heads; h++)
     for (int64_t t = 0; t < tokens; t++) {
@@ -352,19 +229,19 @@ static void write_pages(U* k_pages, U* v_pages, const U* k, const U* v, const in
 
 }  // namespace ZM_NAMESPACE
 
-#define ZM_ATTENTION_FIELDS(T)                                                                          \
-  {(const T*)q, (const T*)k, (const T*)v, query_start, kv_len, block_table, sinks, (T*)out, m, l,       \
-   requests, max_pages, heads, kv_heads, dim, window, scale, softcap}
+#define ZM_ATTENTION_FIELDS(T)                                                                    \
+  {(const T*)q, (const T*)k, (const T*)v, query_start, kv_len, block_table, sinks, (T*)out, m, l, \
+   requests,    max_pages,   heads,       kv_heads,    dim,    window,      scale, softcap}
 
 extern "C" {
 
 // bad[0]: what first_bad_request found; nothing is computed unless it is -1.
 void ZM_EXPORT(attention)(const void* q, const void* k, const void* v, const int32_t* query_start,
-                          const int32_t* kv_len, const int32_t* block_table, const float* sinks, void* out,
-                          float* m, float* l, int64_t* bad, int64_t rows, int64_t num_pages,
-                          int64_t requests, int64_t max_pages, int64_t heads, int64_t kv_heads,
-                          int64_t dim, int64_t window, float scale, float softcap, int64_t bf16,
-                          int64_t threads) {
+                          const int32_t* kv_len, const int32_t* block_table, const float* sinks,
+                          void* out, float* m, float* l, int64_t* bad, int64_t rows,
+                          int64_t num_pages, int64_t requests, int64_t max_pages, int64_t heads,
+                          int64_t kv_heads, int64_t dim, int64_t window, float scale, float softcap,
+                          int64_t bf16, int64_t threads) {
   using namespace ZM_NAMESPACE;
   if (bf16) {
     Attention<uint16_t> a ZM_ATTENTION_FIELDS(uint16_t);
@@ -377,17 +254,18 @@ void ZM_EXPORT(attention)(const void* q, const void* k, const void* v, const int
   }
 }
 
-// Bit copies into the page layout; `bytes` is the element size, v_pages may be null. Equal slots: the
-// later token wins.
-void ZM_EXPORT(write_kv)(void* k_pages, void* v_pages, const void* k, const void* v, const int64_t* slot,
-                         int64_t tokens, int64_t kv_heads, int64_t dim, int64_t bytes, int64_t threads) {
+// Bit copies into the page layout; `bytes` is the element size, v_pages may be null. Equal slots:
+// the later token wins.
+void ZM_EXPORT(write_kv)(void* k_pages, void* v_pages, const void* k, const void* v,
+                         const int64_t* slot, int64_t tokens, int64_t kv_heads, int64_t dim,
+                         int64_t bytes, int64_t threads) {
   using namespace ZM_NAMESPACE;
   if (bytes == 2)
-    write_pages((uint16_t*)k_pages, (uint16_t*)v_pages, (const uint16_t*)k, (const uint16_t*)v, slot, tokens,
-                kv_heads, dim, (int)threads);
+    write_pages((uint16_t*)k_pages, (uint16_t*)v_pages, (const uint16_t*)k, (const uint16_t*)v,
+                slot, tokens, kv_heads, dim, (int)threads);
   else
-    write_pages((uint32_t*)k_pages, (uint32_t*)v_pages, (const uint32_t*)k, (const uint32_t*)v, slot, tokens,
-                kv_heads, dim, (int)threads);
+    write_pages((uint32_t*)k_pages, (uint32_t*)v_pages, (const uint32_t*)k, (const uint32_t*)v,
+                slot, tokens, kv_heads, dim, (int)threads);
 }
 
 }  // extern "C"

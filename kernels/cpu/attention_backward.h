@@ -1,14 +1,14 @@
-// Backward of packed causal attention, fp32, without atomics ("attention.pages16" backward).
+// Backward of packed causal attention, fp32, without atomics ("attention_grad.pages16").
 //
-// p is recomputed from the saved maximum and sum: p = exp(s - m) / l. With dp = dO . V (FMA chain over d)
-// and delta = sum(dO * O) (16 lanes, then the tree): ds = p (dp - delta), times scale.
-//   dQ: one FMA chain per element over the visible keys, ascending: a row depends on nothing but itself
-//   dK, dV: one FMA chain per element over the group's heads, ascending, and in each head over the
-//   queries that see the key, ascending
-// Tiles and threads are schedule, as in the forward.
+// p is recomputed from the saved maximum and sum: p = exp(s - m) / l. With dp = dO . V (FMA chain
+// over d) and delta = sum(dO * O) (16 lanes, then the tree): ds = p (dp - delta), times scale.
 //
-// Both page layouts of both tensors are needed: keys [page][kv_head][D][16] of K and V (dots), and values
-// [page][kv_head][16][D] of K (dQ).
+//   dQ      one FMA chain per element over the visible keys, ascending: rows are independent
+//   dK, dV  one FMA chain per element over the group's heads, ascending, and in each head over the
+//           queries that see the key, ascending
+//
+// Tiles and threads are schedule, as in the forward. Both page layouts are needed: keys
+// [page][kv_head][D][16] of K and V (dot products), values [page][kv_head][16][D] of K (dQ).
 #pragma once
 #include "attention.h"
 
@@ -22,7 +22,8 @@ struct AttentionBackward {
 
 // p and scale * ds of one row against one page, in place of s and dp. Invisible lanes hold rubbish,
 // which every reader skips.
-static inline void backward_page(const Attention<float>& a, int64_t row, float delta, float* s, float* dp) {
+static inline void backward_page(const Attention<float>& a, int64_t row, float delta, float* s,
+                                 float* dp) {
   f32x16 raw = load(s);
   f32x16 p = div(exp(sub(a.scored(raw), splat(a.m[row]))), splat(a.l[row]));
   f32x16 ds = mul(p, sub(load(dp), splat(delta)));
@@ -39,7 +40,8 @@ static void delta_rows(const float* dout, const float* out, float* delta, int64_
 #pragma omp parallel for num_threads(threads) if (rows * dim > 32768)
   for (int64_t r = 0; r < rows; r++) {
     f32x16 sum = splat(0.0f);
-    for (int64_t d = 0; d < dim; d += L) sum = fma(load(dout + r * dim + d), load(out + r * dim + d), sum);
+    for (int64_t d = 0; d < dim; d += L)
+      sum = fma(load(dout + r * dim + d), load(out + r * dim + d), sum);
     delta[r] = sum_lanes(sum);
   }
 }
@@ -48,7 +50,8 @@ static void dq_tile(const AttentionBackward& g, const Tile& tile) {
   const Attention<float>& a = g.forward;
   TileRows<float> rows(a, tile);
   const float *q[MAX_ROWS], *dout[MAX_ROWS];
-  alignas(64) float packed[MAX_ROWS * MAX_DIM], packed_dout[MAX_ROWS * MAX_DIM], acc[MAX_ROWS * MAX_DIM];
+  alignas(64) float packed[MAX_ROWS * MAX_DIM], packed_dout[MAX_ROWS * MAX_DIM];
+  alignas(64) float acc[MAX_ROWS * MAX_DIM];
   alignas(64) float s[1][MAX_ROWS][L], dp[1][MAX_ROWS][L];
   for (int r = 0; r < rows.count; r++) {
     q[r] = a.q + rows.index[r] * a.dim;
@@ -75,8 +78,8 @@ static void dq_tile(const AttentionBackward& g, const Tile& tile) {
 }
 
 // One head's queries [first, first + count) of a request against one page: adds to dk and dv.
-static void dkv_block(const AttentionBackward& g, int64_t request, int64_t page, int64_t head, int64_t first,
-                      int count, int keys, float* dk, float* dv) {
+static void dkv_block(const AttentionBackward& g, int64_t request, int64_t page, int64_t head,
+                      int64_t first, int count, int keys, float* dk, float* dv) {
   const Attention<float>& a = g.forward;
   const float *q[L], *dout[L];
   alignas(64) float packed[L * MAX_DIM], packed_dout[L * MAX_DIM];
@@ -115,13 +118,16 @@ static void dkv_page(const AttentionBackward& g, int64_t request, int64_t page, 
   const Attention<float>& a = g.forward;
   int64_t group = a.heads / a.kv_heads, first_key = page * PAGE, queries = a.queries(request);
   int keys = (int)(queries - first_key < PAGE ? queries - first_key : PAGE);
-  int64_t end = a.window && first_key + keys - 1 + a.window < queries ? first_key + keys - 1 + a.window : queries;
+  int64_t end = a.window ? first_key + keys - 1 + a.window : queries;
+  if (end > queries) end = queries;
   alignas(64) float dk[PAGE * MAX_DIM], dv[PAGE * MAX_DIM];
   memset(dk, 0, keys * a.dim * sizeof(float));
   memset(dv, 0, keys * a.dim * sizeof(float));
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; head++)
-    for (int64_t first = first_key; first < end; first += L)
-      dkv_block(g, request, page, head, first, (int)(end - first < L ? end - first : L), keys, dk, dv);
+    for (int64_t first = first_key; first < end; first += L) {
+      int count = (int)(end - first < L ? end - first : L);
+      dkv_block(g, request, page, head, first, count, keys, dk, dv);
+    }
   for (int key = 0; key < keys; key++) {
     int64_t at = ((a.query_start[request] + first_key + key) * a.kv_heads + kv_head) * a.dim;
     memcpy(g.dk + at, dk + key * a.dim, a.dim * sizeof(float));
@@ -159,17 +165,19 @@ static void dsink_all(const Attention<float>& a, const float* delta, float* dsin
 
 extern "C" {
 
-// Packed requests only: kv_len equals the number of queries. delta [T, H] is scratch that stays readable.
+// Packed requests only: kv_len equals the number of queries. delta [T, H] is scratch.
 void ZM_EXPORT(attention_backward)(const float* q, const float* k, const float* v_transposed,
                                    const float* k_rows, const float* out, const float* dout,
                                    const int32_t* query_start, const int32_t* kv_len,
-                                   const int32_t* block_table, const float* sinks, float* m, float* l,
-                                   float* delta, float* dq, float* dk, float* dv, float* dsinks,
-                                   int64_t requests, int64_t max_pages, int64_t heads, int64_t kv_heads,
-                                   int64_t dim, int64_t window, float scale, float softcap, int64_t threads) {
+                                   const int32_t* block_table, const float* sinks, float* m,
+                                   float* l, float* delta, float* dq, float* dk, float* dv,
+                                   float* dsinks, int64_t requests, int64_t max_pages,
+                                   int64_t heads, int64_t kv_heads, int64_t dim, int64_t window,
+                                   float scale, float softcap, int64_t threads) {
   using namespace ZM_NAMESPACE;
-  Attention<float> a{q,        k,         nullptr, query_start, kv_len, block_table, sinks,  nullptr, m,
-                     l,        requests,  max_pages, heads,     kv_heads, dim,       window, scale,   softcap};
+  Attention<float> a{q,     k,        nullptr, query_start, kv_len,   block_table,
+                     sinks, nullptr,  m,       l,           requests, max_pages,
+                     heads, kv_heads, dim,     window,      scale,    softcap};
   AttentionBackward g{a, v_transposed, k_rows, dout, delta, dq, dk, dv};
   delta_rows(dout, out, delta, query_start[requests] * heads, dim, (int)threads);
   for_each_tile(a, (int)threads, [&](const Tile& t) { dq_tile(g, t); });

@@ -13,18 +13,27 @@ static inline f32x16 load_as(const float* p) { return load(p); }
 static inline f32x16 load_as(const uint16_t* p) { return load_bf16(p); }
 static inline void store_as(float* p, f32x16 v) { store(p, v); }
 static inline void store_as(uint16_t* p, f32x16 v) { store_bf16(p, v); }
-template <class T> static inline f32x16 round_to(f32x16 v);
-template <> inline f32x16 round_to<float>(f32x16 v) { return v; }
-template <> inline f32x16 round_to<uint16_t>(f32x16 v) { return round_bf16(v); }
+template <class T>
+static inline f32x16 round_to(f32x16 v);
+template <>
+inline f32x16 round_to<float>(f32x16 v) {
+  return v;
+}
+template <>
+inline f32x16 round_to<uint16_t>(f32x16 v) {
+  return round_bf16(v);
+}
 
 // The first n <= 16 elements; missing lanes are zero.
-template <class T> static inline f32x16 load_n(const T* p, int64_t n) {
+template <class T>
+static inline f32x16 load_n(const T* p, int64_t n) {
   if (n >= L) return load_as(p);
   alignas(64) T t[L] = {};
   memcpy(t, p, n * sizeof(T));
   return load_as(t);
 }
-template <class T> static inline void store_n(T* p, f32x16 v, int64_t n) {
+template <class T>
+static inline void store_n(T* p, f32x16 v, int64_t n) {
   if (n >= L) return store_as(p, v);
   alignas(64) T t[L];
   store_as(t, v);
@@ -61,11 +70,12 @@ static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T
   }
 }
 
-// dx = r (g - x (sum(g x) r r / cols)), g = dy w; a residual's own gradient is added before rounding.
-// r is recomputed as in the forward and left in rstd.
+// dx = r (g - x (sum(g x) r r / cols)), g = dy w; a residual's own gradient is added before
+// rounding. r is recomputed as in the forward and left in rstd.
 template <class T>
-static void rmsnorm_dx_rows(const T* dy, const T* x, const T* weight, const T* dsum, T* dx, float* rstd,
-                            int64_t rows, int64_t cols, float eps, bool unit_offset, int threads) {
+static void rmsnorm_dx_rows(const T* dy, const T* x, const T* weight, const T* dsum, T* dx,
+                            float* rstd, int64_t rows, int64_t cols, float eps, bool unit_offset,
+                            int threads) {
   f32x16 offset = splat(unit_offset ? 1.0f : 0.0f);
 #pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
   for (int64_t t = 0; t < rows; t++) {
@@ -133,9 +143,9 @@ static void rotary_rows(const T* x, const float* cos, const float* sin, T* y, in
   }
 }
 
-// cos and sin in fp64 without FMA ("sincos64.v1"): reduction by pi/2 in three pieces (exact products
-// for angles below 2^20 quarter turns), then fdlibm's kernel polynomials. Plain + - * only, so the
-// same bits come from any IEEE machine.
+// cos and sin in fp64 without FMA ("sincos64.v1"): reduction by pi/2 in three pieces (exact
+// products for angles below 2^20 quarter turns), then fdlibm's kernel polynomials. Plain + - *
+// only, so the same bits come from any IEEE machine.
 static inline void sincos64(double angle, double* cosine, double* sine) {
   double n = std::nearbyint(angle * 6.36619772367581382433e-01);
   double r = angle - n * 1.57079632673412561417e+00;
@@ -162,7 +172,8 @@ static inline void sincos64(double angle, double* cosine, double* sine) {
   *sine = quadrant >= 2 ? -even_s : even_s;
 }
 
-template <class T> static inline f32x16 silu_lanes(f32x16 x) {
+template <class T>
+static inline f32x16 silu_lanes(f32x16 x) {
   return round_to<T>(div(x, add(splat(1.0f), exp(sub(splat(0.0f), x)))));
 }
 // d silu(x) / dx = sig (1 + x (1 - sig))
@@ -182,8 +193,8 @@ static void silu_all(const T* gate, const T* up, T* y, int64_t count, int thread
 }
 
 template <class T>
-static void silu_backward_all(const T* dy, const T* gate, const T* up, T* dgate, T* dup, int64_t count,
-                              int threads) {
+static void silu_backward_all(const T* dy, const T* gate, const T* up, T* dgate, T* dup,
+                              int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) if (count > 16384)
   for (int64_t i = 0; i < count; i += L) {
     int64_t n = count - i;
@@ -215,28 +226,31 @@ extern "C" {
 void ZM_EXPORT(rmsnorm)(const void* x, const void* residual, const void* weight, void* y, void* sum,
                         int64_t rows, int64_t cols, float eps, int64_t unit_offset, int64_t bf16,
                         int64_t threads) {
-  ZM_BY_STORAGE(bf16, rmsnorm_rows<T>((const T*)x, (const T*)residual, (const T*)weight, (T*)y, (T*)sum,
-                                      rows, cols, eps, unit_offset, (int)threads));
+  ZM_BY_STORAGE(bf16, rmsnorm_rows<T>((const T*)x, (const T*)residual, (const T*)weight, (T*)y,
+                                      (T*)sum, rows, cols, eps, unit_offset, (int)threads));
 }
 
 // rstd [rows] is scratch; dw may be null, else its chains continue from what it holds.
-void ZM_EXPORT(rmsnorm_backward)(const void* dy, const void* x, const void* weight, const void* dsum,
-                                 void* dx, float* dw, float* rstd, int64_t rows, int64_t cols, float eps,
-                                 int64_t unit_offset, int64_t bf16, int64_t threads) {
-  ZM_BY_STORAGE(bf16, rmsnorm_dx_rows<T>((const T*)dy, (const T*)x, (const T*)weight, (const T*)dsum,
-                                         (T*)dx, rstd, rows, cols, eps, unit_offset, (int)threads));
+void ZM_EXPORT(rmsnorm_backward)(const void* dy, const void* x, const void* weight,
+                                 const void* dsum, void* dx, float* dw, float* rstd, int64_t rows,
+                                 int64_t cols, float eps, int64_t unit_offset, int64_t bf16,
+                                 int64_t threads) {
+  ZM_BY_STORAGE(
+      bf16, rmsnorm_dx_rows<T>((const T*)dy, (const T*)x, (const T*)weight, (const T*)dsum, (T*)dx,
+                               rstd, rows, cols, eps, unit_offset, (int)threads));
   if (dw)
-    ZM_BY_STORAGE(bf16, rmsnorm_dw_rows<T>((const T*)dy, (const T*)x, rstd, dw, rows, cols, unit_offset,
-                                           (int)threads));
+    ZM_BY_STORAGE(bf16, rmsnorm_dw_rows<T>((const T*)dy, (const T*)x, rstd, dw, rows, cols,
+                                           unit_offset, (int)threads));
 }
 
 void ZM_EXPORT(rotary)(const void* x, const float* cos, const float* sin, void* y, int64_t rows,
                        int64_t heads, int64_t dim, int64_t width, int64_t bf16, int64_t threads) {
-  ZM_BY_STORAGE(bf16, rotary_rows<T>((const T*)x, cos, sin, (T*)y, rows, heads, dim, width, (int)threads));
+  ZM_BY_STORAGE(
+      bf16, rotary_rows<T>((const T*)x, cos, sin, (T*)y, rows, heads, dim, width, (int)threads));
 }
 
-void ZM_EXPORT(rotary_table)(const double* inv_freq, const int64_t* positions, double* scaling, float* cos,
-                             float* sin, int64_t rows, int64_t half, int64_t threads) {
+void ZM_EXPORT(rotary_table)(const double* inv_freq, const int64_t* positions, double* scaling,
+                             float* cos, float* sin, int64_t rows, int64_t half, int64_t threads) {
 #pragma omp parallel for num_threads((int)threads) if (rows * half > 8192)
   for (int64_t t = 0; t < rows; t++)
     for (int64_t i = 0; i < half; i++) {
@@ -251,7 +265,8 @@ void ZM_EXPORT(rotary_table)(const double* inv_freq, const int64_t* positions, d
 // The exponential by itself, so that its reference can be proved.
 void ZM_EXPORT(exp)(const float* x, float* y, int64_t count) {
   using namespace ZM_NAMESPACE;
-  for (int64_t i = 0; i < count; i += L) store_n(y + i, ZM_NAMESPACE::exp(load_n(x + i, count - i)), count - i);
+  for (int64_t i = 0; i < count; i += L)
+    store_n(y + i, ZM_NAMESPACE::exp(load_n(x + i, count - i)), count - i);
 }
 
 void ZM_EXPORT(silu)(const void* gate, const void* up, void* y, int64_t count, int64_t bf16,
@@ -259,10 +274,10 @@ void ZM_EXPORT(silu)(const void* gate, const void* up, void* y, int64_t count, i
   ZM_BY_STORAGE(bf16, silu_all<T>((const T*)gate, (const T*)up, (T*)y, count, (int)threads));
 }
 
-void ZM_EXPORT(silu_backward)(const void* dy, const void* gate, const void* up, void* dgate, void* dup,
-                              int64_t count, int64_t bf16, int64_t threads) {
-  ZM_BY_STORAGE(bf16, silu_backward_all<T>((const T*)dy, (const T*)gate, (const T*)up, (T*)dgate, (T*)dup,
-                                           count, (int)threads));
+void ZM_EXPORT(silu_backward)(const void* dy, const void* gate, const void* up, void* dgate,
+                              void* dup, int64_t count, int64_t bf16, int64_t threads) {
+  ZM_BY_STORAGE(bf16, silu_backward_all<T>((const T*)dy, (const T*)gate, (const T*)up, (T*)dgate,
+                                           (T*)dup, count, (int)threads));
 }
 
 }  // extern "C"

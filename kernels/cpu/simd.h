@@ -118,7 +118,8 @@ static inline __m256 round_bf16_8(__m256 a) {
   u = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
   u = _mm256_and_si256(u, _mm256_set1_epi32((int)0xffff0000u));
   __m256 nan = _mm256_cmp_ps(a, a, _CMP_UNORD_Q);
-  return _mm256_blendv_ps(_mm256_castsi256_ps(u), _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000)), nan);
+  __m256 quiet = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+  return _mm256_blendv_ps(_mm256_castsi256_ps(u), quiet, nan);
 }
 static inline f32x16 round_bf16(f32x16 x) { return {round_bf16_8(x.a), round_bf16_8(x.b)}; }
 static inline void store_bf16(uint16_t* p, f32x16 x) {
@@ -132,7 +133,9 @@ static inline f32x16 sqrt(f32x16 x) { return {_mm256_sqrt_ps(x.a), _mm256_sqrt_p
 static inline mask16 less(f32x16 x, f32x16 y) {
   return {_mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ), _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)};
 }
-static inline bool any(mask16 m) { return (_mm256_movemask_ps(m.a) | _mm256_movemask_ps(m.b)) != 0; }
+static inline bool any(mask16 m) {
+  return (_mm256_movemask_ps(m.a) | _mm256_movemask_ps(m.b)) != 0;
+}
 
 #else
 
@@ -177,7 +180,11 @@ static inline f32x16 sqrt(f32x16 a) { ZM_EACH(std::sqrt(a.v[i])); }
 static inline mask16 less(f32x16 a, f32x16 b) {
   mask16 m; for (int i = 0; i < 16; i++) m.v[i] = a.v[i] < b.v[i]; return m;
 }
-static inline bool any(mask16 m) { bool r = false; for (int i = 0; i < 16; i++) r |= m.v[i]; return r; }
+static inline bool any(mask16 m) {
+  bool r = false;
+  for (int i = 0; i < 16; i++) r |= m.v[i];
+  return r;
+}
 #undef ZM_EACH
 
 #endif
