@@ -45,7 +45,7 @@ class Setting:
 
 
 QUICK = (
-    Setting(requests=((50, 50), (1, 67), (20, 41), (1, 1))),
+    Setting(requests=((84, 84), (1, 67), (20, 41), (1, 1))),
     Setting(requests=((1, 33), (7, 16)), heads=3, kv_heads=3, head_dim=80),
     Setting(requests=((40, 40), (1, 49)), window=19, softcap=30.0, sinks=True),
 )

@@ -20,7 +20,7 @@ from .trial import Case
 QUICK_SHAPES = ((1, 576), (7, 64), (40, 257), (130, 7))
 FULL_SHAPES = (*QUICK_SHAPES, (3, 1), (17, 16), (33, 320), (64, 33), (257, 40), (512, 15))
 SETTINGS = (  # lengths, heads, kv heads, D, window, softcap, sinks
-    ((33, 1, 18), 4, 2, 16, 0, 0.0, False),
+    ((33, 1, 70), 4, 2, 16, 0, 0.0, False),
     ((40,), 3, 1, 32, 17, 5.0, True),
     ((90, 16), 6, 2, 64, 0, 0.0, False),
     ((49, 50), 2, 2, 80, 16, 0.0, True),

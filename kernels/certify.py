@@ -109,10 +109,11 @@ def prove(
 
 def _certificate(contract: Contract, trial: Trial, sweep: dict[str, Any]) -> Certificate:
     admitted = trial.reason is None
-    if admitted and trial.role == "red-control":
+    if trial.role == "red-control" and not trial.differing:
         raise InconclusiveError(
-            f"the sweep of {contract.id} admits {trial.implementation.name}, which is known to be "
-            "wrong: it proves nothing; give the operator harder cases"
+            f"the sweep of {contract.id} sees no differing bit in {trial.implementation.name}, "
+            f"which is known to be wrong ({trial.reason or 'admitted'}): it proves nothing; give "
+            "the operator harder cases"
         )
     return Certificate(
         contract=contract.id,
@@ -138,7 +139,7 @@ def _one_bit_in_a_row(implementation: Implementation) -> Implementation:
         result = implementation.run(*arguments)
         first = outputs(result)[0]
         if first.dim() and first.shape[0] >= 100 and first[0].numel():
-            bits.int_view(first)[73::100].view(-1)[0] ^= 1
+            bits.int_view(first)[(73, *[0] * (first.dim() - 1))] ^= 1
         return result
 
     return Implementation(contract=implementation.contract, name="one-bit-in-one-row", run=run)

@@ -35,8 +35,7 @@ class Case:
     """One set of arguments for a contract's reference and its implementations.
 
     rows: positions of the arguments whose dimension 0 is the outputs' row dimension; empty where
-    rows
-        cannot be moved freely (attention over a cache).
+        rows cannot be moved freely (attention over a cache).
 
         Case(label="rows 7, 576 to 24", arguments=(x, weight, bias), rows=(0,))
     """
@@ -50,8 +49,7 @@ class Case:
 class Variation:
     """Other arguments that must lead to known outputs.
 
-    kept: rows of the output to compare (None: all); rows beside them hold NaN. threads: to run
-    under.
+    kept: rows of the output to compare (None: all); the others hold NaN. threads: to run under.
     """
 
     label: str
