@@ -1,0 +1,198 @@
+"""Attention on a GPU: prefill, chunks, decode, prefix hits and packed training are one set of bits."""
+
+import pytest
+import torch
+
+from zeromismatch.kernels import bits
+from zeromismatch.kernels.attention import gpu
+from zeromismatch.kernels.attention.batch import PAGE, AttentionBatch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+# (head size, query heads, kv heads, window, softcap, sinks)
+KINDS = [
+    (128, 8, 2, None, None, False),
+    (128, 7, 1, None, None, False),
+    (128, 4, 4, 700, None, True),
+    (64, 8, 1, None, 30.0, False),
+    (64, 6, 3, 333, None, False),
+    (80, 4, 2, None, None, False),
+    (96, 4, 2, None, None, False),
+    (256, 4, 2, 1500, 50.0, False),
+    (256, 8, 1, None, None, True),
+]
+LENGTHS = (3300, 1, 17, 1024, 1025, 129)
+
+
+def ints(values):
+    return torch.tensor(values, dtype=torch.int32, device="cuda")
+
+
+class Scene:
+    """Requests with their keys in shuffled pages of a NaN-filled cache."""
+
+    def __init__(self, size, heads, kv_heads, lengths, dtype=torch.bfloat16, seed=0):
+        generator = torch.Generator("cuda").manual_seed(seed)
+        total = sum(lengths)
+        draw = lambda h: torch.randn(total, h, size, generator=generator, device="cuda").mul(2.0)  # noqa: E731
+        self.q, self.k, self.v = (draw(h).to(dtype) for h in (heads, kv_heads, kv_heads))
+        self.lengths, self.scale = lengths, size**-0.5
+        self.start = [0]
+        for length in lengths:
+            self.start.append(self.start[-1] + length)
+        most = max(-(-n // PAGE) for n in lengths)
+        pages = torch.randperm(most * len(lengths), device="cuda").to(torch.int32).view(len(lengths), most)
+        self.table = pages
+        self.cache = gpu.new_cache(pages.numel(), kv_heads, size, dtype=dtype)
+        self.cache.k.fill_(float("nan"))
+        self.cache.v.fill_(float("nan"))
+
+    def slots(self, request, first, stop):
+        at = torch.arange(first, stop, device="cuda")
+        return self.table[request].long()[at // PAGE] * PAGE + at % PAGE
+
+    def call(self, slices, **options):
+        """slices: (request, first, stop) of new queries; keys up to stop are written first."""
+        rows, slots, starts, lens = [], [], [0], []
+        for request, first, stop in slices:
+            base = self.start[request]
+            rows.append(torch.arange(base + first, base + stop, device="cuda"))
+            slots.append(self.slots(request, first, stop))
+            starts.append(starts[-1] + stop - first)
+            lens.append(stop)
+            gpu.write_kv(self.cache, self.k[base : base + stop], self.v[base : base + stop],
+                         self.slots(request, 0, stop))  # fmt: skip
+        index = torch.cat(rows)
+        table = self.table[[request for request, _, _ in slices]].contiguous()
+        batch = AttentionBatch(ints(starts), ints(lens), table, torch.cat(slots))
+        out = gpu.paged_attention(self.q[index], self.cache, batch, scale=self.scale, **options)
+        return index, out
+
+
+@pytest.mark.parametrize("size, heads, kv_heads, window, softcap, with_sinks", KINDS)
+def test_every_phase_has_the_same_bits(size, heads, kv_heads, window, softcap, with_sinks):
+    scene = Scene(size, heads, kv_heads, LENGTHS)
+    sinks = torch.randn(heads, device="cuda") if with_sinks else None
+    options = {"window": window, "softcap": softcap, "sinks": sinks}
+    whole = gpu.packed_attention(scene.q, scene.k, scene.v, ints(scene.start), scale=scene.scale, **options)
+    assert bool(torch.isfinite(whole).all())
+    calls = {
+        "prefill": [(r, 0, n) for r, n in enumerate(LENGTHS)],
+        "chunk from 1000": [(0, 1000, 3300), (3, 512, 1024)],
+        "chunk of 40": [(0, 3000, 3040), (4, 1000, 1025), (2, 3, 17)],
+        "decode": [(r, n - 1, n) for r, n in enumerate(LENGTHS)],
+        "decode early": [(0, p, p + 1) for p in (0,)] + [(3, 1023, 1024), (4, 1023, 1024)],
+        "mixed": [(0, 3298, 3300), (1, 0, 1), (3, 100, 1024), (5, 127, 129)],
+    }
+    for position in (15, 16, 127, 128, 1023, 1024, 1025, 2047, 2048, 3071, 3072):
+        calls[f"decode at {position}"] = [(0, position, position + 1)]
+    for name, slices in calls.items():
+        index, out = scene.call(slices, **options)
+        assert bits.equal(out, whole[index]), (name, bits.first_difference(out, whole[index]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_accuracy_is_that_of_the_stock_operator(dtype):
+    scene = Scene(128, 8, 2, (1500,), dtype)
+    out = gpu.packed_attention(scene.q, scene.k, scene.v, ints(scene.start), scale=scene.scale)
+    q, k, v = (t.transpose(0, 1)[None] for t in (scene.q, scene.k, scene.v))
+    k, v = (t.repeat_interleave(4, 1) for t in (k, v))
+    true = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    stock = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    error = (out.double() - true[0].transpose(0, 1)).norm()
+    assert error <= 2 * (stock.double() - true).norm()
+
+
+def test_stock_attention_fails_the_same_test():
+    scene = Scene(128, 8, 8, (3300,))
+    q, k, v = (t.transpose(0, 1)[None] for t in (scene.q, scene.k, scene.v))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    whole = attend(q, k, v, is_causal=True)
+    alone = attend(q[:, :, -1:], k, v)
+    assert not bits.equal(alone, whole[:, :, -1:])
+
+
+def true_gradients(scene, do, window, softcap, sinks):
+    size, group = scene.q.shape[2], scene.q.shape[1] // scene.k.shape[1]
+    wide = [t.double().requires_grad_() for t in (scene.q, scene.k, scene.v)]
+    outs = []
+    for start, stop in zip(scene.start[:-1], scene.start[1:], strict=True):
+        q, k, v = (t[start:stop].transpose(0, 1) for t in wide)
+        k, v = (t.repeat_interleave(group, 0) for t in (k, v))
+        s = q @ k.transpose(1, 2) * size**-0.5
+        if softcap:
+            s = softcap * torch.tanh(s / softcap)
+        at = torch.arange(stop - start, device="cuda")
+        seen = at[:, None] >= at[None]
+        if window:
+            seen &= at[:, None] - at[None] < window
+        s = s.masked_fill(~seen, float("-inf"))
+        if sinks is not None:
+            s = torch.cat((s, sinks.double()[:, None, None].expand(-1, stop - start, 1)), -1)
+            outs.append((s.softmax(-1)[..., :-1] @ v).transpose(0, 1))
+        else:
+            outs.append((s.softmax(-1) @ v).transpose(0, 1))
+    torch.cat(outs).backward(do.double())
+    return torch.cat(outs), [t.grad for t in wide]
+
+
+@pytest.mark.parametrize("size, heads, kv_heads, window, softcap, with_sinks", KINDS)
+def test_gradients_agree_with_fp64_and_repeat(size, heads, kv_heads, window, softcap, with_sinks):
+    scene = Scene(size, heads, kv_heads, (700, 1, 130, 65))
+    sinks = torch.randn(heads, device="cuda") if with_sinks else None
+    do = torch.randn_like(scene.q)
+    out, expected = true_gradients(scene, do, window, softcap, sinks)
+    first = None
+    for _ in range(3):
+        leaves = [t.clone().requires_grad_() for t in (scene.q, scene.k, scene.v)]
+        o = gpu.packed_attention(*leaves, ints(scene.start), scale=scene.scale, window=window, softcap=softcap,
+                                 sinks=sinks)  # fmt: skip
+        o.backward(do)
+        grads = [t.grad for t in leaves]
+        if first is None:
+            first = grads
+            assert (o.double() - out).norm() <= 1e-2 * out.norm()
+            for mine, true in zip(grads, expected, strict=True):
+                assert (mine.double() - true).norm() <= 2e-2 * true.norm()
+        assert all(bits.equal(a, b) for a, b in zip(grads, first, strict=True))
+
+
+def test_gradients_of_a_request_do_not_depend_on_the_pack():
+    scene = Scene(128, 8, 2, (400, 300))
+    do = torch.randn_like(scene.q)
+
+    def grads(part, start):
+        leaves = [t[part].clone().requires_grad_() for t in (scene.q, scene.k, scene.v)]
+        gpu.packed_attention(*leaves, ints(start), scale=scene.scale).backward(do[part])
+        return [t.grad for t in leaves]
+
+    both, alone = grads(slice(None), scene.start), grads(slice(400, 700), [0, 300])
+    assert all(bits.equal(a[400:], b) for a, b in zip(both, alone, strict=True))
+
+
+def test_captured_decode_follows_lengths_on_the_device():
+    scene = Scene(128, 8, 2, (2000, 2000, 2000))
+    whole = gpu.packed_attention(scene.q, scene.k, scene.v, ints(scene.start), scale=scene.scale)
+    for request in range(3):
+        base = scene.start[request]
+        gpu.write_kv(scene.cache, scene.k[base : base + 2000], scene.v[base : base + 2000],
+                     scene.slots(request, 0, 2000))  # fmt: skip
+    q, lens = scene.q[[0, 1, 2]].clone(), ints([1, 1, 1])
+    batch = AttentionBatch(ints([0, 1, 2, 3]), lens, scene.table, torch.zeros(3, dtype=torch.int64, device="cuda"))
+
+    def run():
+        work = gpu.schedule(batch.query_start, lens, tokens=3, group=4, head_dim=128, max_kv=2048, max_query=1)
+        return gpu.paged_attention(q, scene.cache, batch, scale=scene.scale, work=work)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for at in ((0, 5, 1999), (1500, 1023, 1024)):
+        lens.copy_(ints([p + 1 for p in at]))
+        index = torch.tensor([scene.start[r] + p for r, p in enumerate(at)], device="cuda")
+        q.copy_(scene.q[index])
+        graph.replay()
+        assert bits.equal(out, whole[index])

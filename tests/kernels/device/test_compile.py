@@ -1,0 +1,143 @@
+"""Every Triton kernel compiles for the GPUs we name, with Triton's own compiler and no GPU at hand.
+
+The product's own launch functions run on CPU tensors; a stand-in driver names the target and every launch
+stops after compilation. On sm_90 the code is also read: no spilled matrix loop, matrix instructions of the
+kind the contract names. Bits are proved on sm_90 only; elsewhere this shows compilation, nothing more.
+"""
+
+import contextlib
+import re
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.runtime import driver  # noqa: E402
+from triton.runtime.jit import JITFunction  # noqa: E402
+
+from zeromismatch.kernels.attention import gpu as attention  # noqa: E402
+from zeromismatch.kernels.embedding import gpu as embedding  # noqa: E402
+from zeromismatch.kernels.gated import gpu as gated  # noqa: E402
+from zeromismatch.kernels.gpu import device, digest  # noqa: E402
+from zeromismatch.kernels.linear import gpu as linear  # noqa: E402
+from zeromismatch.kernels.linear.gpu_table import FP32, FP32_SMALL, LARGE, REFERENCE, ROWS  # noqa: E402
+from zeromismatch.kernels.logprob import gpu as logprob  # noqa: E402
+from zeromismatch.kernels.rmsnorm import gpu as rmsnorm  # noqa: E402
+from zeromismatch.kernels.rotary import gpu as rotary  # noqa: E402
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+}
+BF16 = torch.bfloat16
+
+
+class Stand:
+    """A driver that names a target and owns no GPU."""
+
+    def __init__(self, name):
+        self.target, self.device = TARGETS[name], name
+
+    def get_current_target(self):
+        return self.target
+
+    def get_current_device(self):
+        return self.device
+
+    def get_current_stream(self, _):
+        return 0
+
+
+@contextlib.contextmanager
+def compiling(monkeypatch, name):
+    """Launches compile for ``name`` and return; yields {kernel name: compiled kernels}."""
+    compiled = {}
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        kernel = run(self, *args, grid=grid, warmup=True, **options)
+        compiled.setdefault(self.__name__, []).append(kernel)
+        return kernel
+
+    with monkeypatch.context() as patch:
+        patch.setattr(JITFunction, "run", compile_only)
+        patch.setattr(device, "num_multiprocessors", lambda index=0: 132)
+        for module in (linear, attention):
+            patch.setattr(module, "num_multiprocessors", lambda index=0: 132)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        active = driver._active if hasattr(driver, "_active") else None
+        driver.set_active(Stand(name))
+        try:
+            yield compiled
+        finally:
+            if active is not None:
+                driver.set_active(active)
+            else:
+                driver._active = None
+
+
+def products():
+    a, b = torch.zeros(64, 256, dtype=BF16), torch.zeros(512, 256, dtype=BF16)
+    for tile in {tile for _, *pair in ROWS for tile in pair} | {LARGE, REFERENCE}:
+        linear.run_tile(tile, "nt", a, b, None, torch.empty(64, 512, dtype=BF16))
+        linear.run_tile(tile, "nn", a, b.t().contiguous(), None, torch.empty(64, 512))
+        linear.run_tile(tile, "tn", a.t().contiguous(), b.t().contiguous(), None, torch.empty(64, 512))
+    for tile in (FP32, FP32_SMALL):
+        linear.run_tile(tile, "nt", a.float(), b.float(), b[:, 0].float().contiguous(), torch.empty(64, 512))
+
+
+def row_operators():
+    x, w = torch.zeros(8, 2048, dtype=BF16), torch.zeros(2048, dtype=BF16)
+    rmsnorm.rmsnorm_op(x, None, w, 1e-6, False)
+    rmsnorm.rmsnorm_op(x, x.clone(), w, 1e-6, True)
+    rmsnorm.backward(x, w, x.clone(), x.clone(), 1e-6, False)
+    cos = torch.zeros(8, 128)
+    rotary.rotary_op(x.view(8, 16, 128), cos, cos.clone(), False)
+    rotary.rotary_op(x.view(8, 16, 128), cos, cos.clone(), True)
+    for gelu in (False, True):
+        gated.gated_op(x, x.clone(), gelu)
+        gated.backward(x, x.clone(), x.clone(), gelu)
+    embedding.grad_weight(x, torch.arange(8), 32)
+    z, t = torch.zeros(4, 5000), torch.ones(4)
+    lp, row_max, log_sum = logprob._forward(z, torch.zeros(4, dtype=torch.int64), t)
+    logprob._d_logits(z, torch.zeros(4, dtype=torch.int64), t, row_max, log_sum, lp, 0, torch.empty_like(z, dtype=BF16))
+    for dtype in (torch.uint8, BF16, torch.float32):
+        digest.digest_into_op(x.to(dtype), torch.zeros(8, 2, dtype=torch.int64))
+
+
+def attentions(size, window, softcap):
+    tokens, heads, kv_heads = 300, 8, 2
+    q, k, v = (torch.zeros(tokens, h, size, dtype=BF16) for h in (heads, kv_heads, kv_heads))
+    start = torch.tensor([0, tokens], dtype=torch.int32)
+    sinks = torch.zeros(heads)
+    o, lse = attention.packed_attention_op(q, k, v, start, 0.1, window, softcap, sinks)
+    attention.backward(q, k, v, o, lse, q.clone(), start, 0.1, window, softcap)
+    cache = attention.new_cache(32, kv_heads, size, dtype=BF16, device="cpu")
+    attention.write_kv_op(cache.k, cache.v, k, v, torch.arange(tokens))
+    work = attention.schedule(start, start[1:], tokens=tokens, group=4, head_dim=size, max_kv=512, window=window)
+    table = torch.zeros(1, 32, dtype=torch.int32)
+    attention.paged_attention_op(q, cache.k, cache.v, start, start[1:], table, work.walk_start, work.split_start,
+                                 work.tiles, work.chunks, work.few, 0.1, window, softcap, sinks)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_every_kernel_compiles(monkeypatch, target):
+    with compiling(monkeypatch, target) as compiled:
+        products()
+        row_operators()
+        for size, window, softcap in ((64, 0, 0.0), (80, 100, 0.0), (128, 0, 30.0), (256, 0, 0.0)):
+            attentions(size, window, softcap)
+    assert len(compiled) >= 20
+    if target == "sm_90":
+        instructions = {name: "".join(k.asm["ptx"] for k in kernels) for name, kernels in compiled.items()}
+        assert "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16" in instructions["gemm_tma_kernel"]
+        assert "cp.async.bulk.tensor" in instructions["gemm_tma_kernel"]
+        assert "wgmma" in instructions["attention_walk_kernel"]
+        assert not re.search(r"tf32", instructions["gemm_pointer_kernel"])
+        for name in ("rmsnorm_fwd_kernel", "rotary_kernel", "gated_fwd_kernel", "logprob_block_kernel"):
+            assert "fma.rn.f32" not in instructions[name].split(".func")[0] or name != "rotary_kernel"
