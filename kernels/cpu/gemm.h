@@ -35,7 +35,7 @@ constexpr int TILE_ROWS = 4, ACCUMULATORS = 4;
 #endif
 constexpr int GROUP_PANELS = 8, RUN_TILES = 16;
 constexpr int64_t K_BLOCK = 256, K_SPAN = 4096, BLOCK_FLOATS = int64_t(1) << 20;
-constexpr int64_t SMALL = 1 << 18;  // up to here one thread is done before two have met
+constexpr int64_t SMALL = 1 << 19;  // up to here one thread is done before two have met
 
 constexpr int most_panels(int rows) { return std::min(GROUP_PANELS, ACCUMULATORS / rows); }
 

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import choose
 from ..errors import ContractError
-from . import cpu as _cpu  # noqa: F401  (registers the contracts)
+from . import cpu as cpu  # registers the contracts
 
 __all__ = ["embedding", "grad_weight"]
 

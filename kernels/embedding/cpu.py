@@ -7,13 +7,11 @@ Signatures are those of ``kernels/reference/embedding.py``. Threads own columns 
 no atomics exist and the order is the order of the tokens.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
-from ..cpu.load import VARIANTS, core, missing
+from ..cpu.load import core
+from ..cpu.register import is_bf16, register_core
 
 
 def embedding(variant: str, ids_T: Tensor, weight_VH: Tensor) -> Tensor:
@@ -44,7 +42,7 @@ def grad_weight(
     elif initial_VH.data_ptr() != out_VH.data_ptr():
         out_VH.copy_(initial_VH)
     core(variant).call(
-        "scatter_rows", grad_TH, grad_TH.dtype == torch.bfloat16, ids_T, out_VH, rows, width,
+        "scatter_rows", grad_TH, is_bf16(grad_TH), ids_T, out_VH, rows, width,
         torch.get_num_threads(),
     )  # fmt: skip
     return out_VH
@@ -61,27 +59,16 @@ _OPERATIONS = {
 }
 
 for _name, (_function, _formula, _order, _rounding) in _OPERATIONS.items():
-    for _dtype in ("float32", "bfloat16"):
-        _contract = register_contract(
-            Contract(
-                id=f"{_name}.{_dtype}.cpu.v1",
-                op=_name.partition(".")[0],
-                dtype=_dtype,
-                device="cpu",
-                formula=_formula,
-                order=_order,
-                rounding=_rounding,
-                functions="none",
-                reference=f"zeromismatch.kernels.reference.embedding:{_function.__name__}",
-                gradient_rtol=1e-5 if _dtype == "float32" else 1e-2,
-            )
+    for _storage, _rtol in (("float32", 1e-5), ("bfloat16", 1e-2)):
+        register_core(
+            _function,
+            name=_name,
+            storages=(_storage,),
+            op=_name.partition(".")[0],
+            formula=_formula,
+            order=_order,
+            rounding=_rounding,
+            functions="none",
+            reference=f"zeromismatch.kernels.reference.embedding:{_function.__name__}",
+            gradient_rtol=_rtol,
         )
-        for _variant in VARIANTS:
-            register_implementation(
-                Implementation(
-                    contract=_contract.id,
-                    name=f"core-{_variant}",
-                    run=partial(_function, _variant),
-                    missing=partial(missing, _variant),
-                )
-            )

@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import choose
 from ..errors import ContractError
-from . import cpu as _cpu  # noqa: F401  (registers the contracts)
+from . import cpu as cpu  # registers the contracts
 from .packs import forget, forget_all, kept_bytes, scoped
 
 __all__ = [

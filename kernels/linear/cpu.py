@@ -11,13 +11,11 @@ Signatures are those of ``kernels/reference/linear.py``. Threads come from
 ``torch.get_num_threads``.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
-from ..cpu.load import VARIANTS, core, missing
+from ..cpu.load import core
+from ..cpu.register import is_bf16, register_core
 from .packs import panels_of
 
 _ORDER = "one fp32 FMA chain per output, {axis} ascending, from +0 or the given accumulator"
@@ -36,9 +34,9 @@ def linear(
     outputs = weight_NK.shape[0]
     out = torch.empty(rows, outputs, dtype=out_dtype or x_TK.dtype)
     core(variant).call(
-        "gemm", x_TK, x_TK.dtype == torch.bfloat16, panels_of(weight_NK),
+        "gemm", x_TK, is_bf16(x_TK), panels_of(weight_NK),
         None if bias_N is None else bias_N.float().contiguous(),
-        out, out.dtype == torch.bfloat16, rows, outputs, inputs, torch.get_num_threads(),
+        out, is_bf16(out), rows, outputs, inputs, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -90,9 +88,9 @@ def _product(
 ) -> Tensor:
     inputs, outputs = b_KN.shape
     core(variant).call(
-        "gemm_rows", a, a.dtype == torch.bfloat16, a_transposed,
-        b_KN, b_KN.dtype == torch.bfloat16, initial_MN,
-        out_MN, out_MN.dtype == torch.bfloat16, out_MN.shape[0], outputs, inputs,
+        "gemm_rows", a, is_bf16(a), a_transposed,
+        b_KN, is_bf16(b_KN), initial_MN,
+        out_MN, is_bf16(out_MN), out_MN.shape[0], outputs, inputs,
         torch.get_num_threads(),
     )  # fmt: skip
     return out_MN
@@ -106,27 +104,16 @@ _OPERATIONS = {
 }
 
 for _op, (_function, _formula, _axis) in _OPERATIONS.items():
-    for _dtype in ("float32", "bfloat16"):
-        _contract = register_contract(
-            Contract(
-                id=f"{_op}.chain.{_dtype}.cpu.v1",
-                op=_op,
-                dtype=_dtype,
-                device="cpu",
-                formula=_formula,
-                order=_ORDER.format(axis=_axis),
-                rounding=_ROUNDING,
-                functions="fma",
-                reference=f"zeromismatch.kernels.reference.linear:{_function.__name__}",
-                gradient_rtol=1e-4 if _dtype == "float32" else 2e-2,
-            )
+    for _storage, _rtol in (("float32", 1e-4), ("bfloat16", 2e-2)):
+        register_core(
+            _function,
+            name=f"{_op}.chain",
+            storages=(_storage,),
+            op=_op,
+            formula=_formula,
+            order=_ORDER.format(axis=_axis),
+            rounding=_ROUNDING,
+            functions="fma",
+            reference=f"zeromismatch.kernels.reference.linear:{_function.__name__}",
+            gradient_rtol=_rtol,
         )
-        for _variant in VARIANTS:
-            register_implementation(
-                Implementation(
-                    contract=_contract.id,
-                    name=f"core-{_variant}",
-                    run=partial(_function, _variant),
-                    missing=partial(missing, _variant),
-                )
-            )

@@ -16,7 +16,7 @@ the weight neither uses kept panels nor leaves any behind, so FSDP2 training nee
 """
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ..cpu.load import core
+from ..cpu.register import is_bf16
 
 LANES = 16
 _Key = tuple[Any, ...]
@@ -69,7 +70,7 @@ def forget_all() -> None:
 
 
 @contextmanager
-def scoped(weight: Tensor, trains: bool) -> Iterator[None]:
+def scoped(weight: Tensor, trains: bool) -> Generator[None]:
     """For a weight in training: no panels from before are used, none made inside are left."""
     if trains:
         forget(weight)
@@ -102,6 +103,5 @@ def _pack(weight_NK: Tensor) -> Tensor:
     outputs, inputs = weight_NK.shape
     panels = torch.empty(-(-outputs // LANES), inputs, LANES, dtype=torch.float32)
     source = weight_NK.detach().contiguous()
-    is_bf16 = source.dtype == torch.bfloat16
-    core().call("pack", source, is_bf16, outputs, inputs, panels, torch.get_num_threads())
+    core().call("pack", source, is_bf16(source), outputs, inputs, panels, torch.get_num_threads())
     return panels

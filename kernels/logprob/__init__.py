@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..errors import ContractError
 from ..linear import apply_chain
 from ..linear import check as check_linear
-from . import cpu as _cpu  # noqa: F401  (registers the contracts)
+from . import cpu as cpu  # registers the contracts
 from .fused import lm_head_logprob
 from .rows import grad_rows, logprob_rows, targets_and_temperature
 
@@ -69,4 +69,4 @@ class _Logprob(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
-        return grad_rows(*ctx.saved_tensors, grad_T.contiguous()), None, None
+        return grad_rows(*ctx.saved_tensors, grad_T=grad_T.contiguous()), None, None

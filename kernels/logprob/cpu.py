@@ -8,13 +8,11 @@ Signatures are those of ``kernels/reference/logprob.py``. Rows are independent; 
 out.
 """
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
-from ..cpu.load import VARIANTS, core, missing
+from ..cpu.load import core
+from ..cpu.register import register_core
 from ..linear.cpu import linear
 
 
@@ -57,52 +55,42 @@ def grad_logits(
     return out_TV
 
 
-_HEAD = {
-    "formula": "logits = sum_k h[t, k] W[v, k] + b[v]",
-    "order": "one fp32 FMA chain per output, k ascending from +0",
-    "rounding": "operands widened exactly, chain and bias in fp32, no further rounding",
-    "functions": "fma",
-}
-_LANES = (
-    "16 lanes over the vocabulary ascending, then the lanes16.tree.v1; lanes beyond it add nothing"
-)
-_LOGPROB = {
-    "formula": "z = logit / T; lp = (z_target - max z) - log(sum exp(z - max z))",
-    "order": _LANES,
-    "rounding": "every operation in fp32; the log in fp64, rounded once",
-    "functions": "exp.cpu.v1 (0 below -87.33654), log.series.v1, IEEE division",
-}
-_LOGPROB_GRAD = {
-    "formula": "d_logit = (grad * (onehot - exp((z - max) - log_sum))) / T",
-    "order": "elementwise",
-    "rounding": "every operation in fp32",
-    "functions": "exp.cpu.v1 (0 below -87.33654), IEEE division",
-}
-_CONTRACTS = [
-    ("lm_head.chain", "float32", lm_head, _HEAD),
-    ("lm_head.chain", "bfloat16", lm_head, _HEAD),
-    ("logprob.lanes16", "float32", logprob, _LOGPROB),
-    ("logprob_grad.lanes16", "float32", grad_logits, _LOGPROB_GRAD),
-]
+_LANES = "16 lanes over the vocabulary ascending, then lanes16.tree.v1; lanes beyond it add nothing"
 
-for _name, _dtype, _function, _words in _CONTRACTS:
-    _contract = register_contract(
-        Contract(
-            id=f"{_name}.{_dtype}.cpu.v1",
-            op=_name.partition(".")[0],
-            dtype=_dtype,
-            device="cpu",
-            reference=f"zeromismatch.kernels.reference.logprob:{_function.__name__}",
-            gradient_rtol=1e-4 if _dtype == "float32" else 2e-2,
-            **_words,
-        )
+for _storage, _rtol in (("float32", 1e-4), ("bfloat16", 2e-2)):
+    register_core(
+        lm_head,
+        name="lm_head.chain",
+        storages=(_storage,),
+        op="lm_head",
+        formula="logits = sum_k h[t, k] W[v, k] + b[v]",
+        order="one fp32 FMA chain per output, k ascending from +0",
+        rounding="operands widened exactly, chain and bias in fp32, no further rounding",
+        functions="fma",
+        reference="zeromismatch.kernels.reference.logprob:lm_head",
+        gradient_rtol=_rtol,
     )
-    for _variant in VARIANTS:
-        register_implementation(
-            Implementation(
-                contract=_contract.id,
-                name=f"core-{_variant}",
-                run=partial(_function, _variant),
-                missing=partial(missing, _variant),
-            )
-        )
+register_core(
+    logprob,
+    name="logprob.lanes16",
+    storages=("float32",),
+    op="logprob",
+    formula="z = logit / T; lp = (z_target - max z) - log(sum exp(z - max z))",
+    order=_LANES,
+    rounding="every operation in fp32; the log in fp64, rounded once",
+    functions="exp.cpu.v1 (0 below -87.33654), log.series.v1, IEEE division",
+    reference="zeromismatch.kernels.reference.logprob:logprob",
+    gradient_rtol=1e-5,
+)
+register_core(
+    grad_logits,
+    name="logprob_grad.lanes16",
+    storages=("float32",),
+    op="logprob_grad",
+    formula="d_logit = (grad * (onehot - exp((z - max) - log_sum))) / T",
+    order="elementwise",
+    rounding="every operation in fp32",
+    functions="exp.cpu.v1 (0 below -87.33654), IEEE division",
+    reference="zeromismatch.kernels.reference.logprob:grad_logits",
+    gradient_rtol=1e-5,
+)

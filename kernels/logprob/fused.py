@@ -105,9 +105,8 @@ class _LmHeadLogprob(torch.autograd.Function):
         with scoped(weight_VH, trains=wants_weight):
             for block in _blocks(h_TH.shape[0], weight_VH.shape[0]):
                 logits = head(h_TH[block], weight_VH, bias_V)
-                d_logits = grad_rows(
-                    logits, *(t[block] for t in row_tensors), grad_T[block], logits
-                )
+                rows = (each[block] for each in row_tensors)
+                d_logits = grad_rows(logits, *rows, grad_T=grad_T[block], out_TV=logits)
                 if d_h is not None:
                     d_h[block] = grad_input(d_logits, weight_VH)
                 if d_weight is not None:
