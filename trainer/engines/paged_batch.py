@@ -95,8 +95,10 @@ class PagedBatch:
         cache = self.caches[layer_idx]
         parts: list[tuple[Tensor, Tensor]] = []
         for first, last, pages, length in self._entries():
-            k, v = read_kv(cache, pages, length)
-            parts.append((k[length - last + first :], v[length - last + first :]))
+            start = length - last + first
+            skipped = start // PAGE
+            k, v = read_kv(cache, pages[skipped:], length - skipped * PAGE)
+            parts.append((k[start % PAGE :], v[start % PAGE :]))
         return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
 
     def _entries(self) -> Iterator[tuple[int, int, Tensor, int]]:
