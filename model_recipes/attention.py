@@ -13,6 +13,7 @@ models with different plans live side by side. Two ways:
 What a model passes that nobody here understands is an error, never ignored.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
@@ -20,7 +21,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ..kernels.errors import ContractError, UncoveredSiteError
+from ..kernels.errors import ContractError, UncoveredSiteError, UsageError
 from .plan import STOCK
 from .sites import Site
 from .tap import Tap, from_head_rows, head_rows
@@ -153,11 +154,16 @@ def context_mask(*, attention_mask: Tensor | None = None, **_: Any) -> None:
         )
 
 
-def register_names(original: str) -> str:
+def register_names(original: str | None) -> str:
     """Register our functions with transformers; returns the name that watches ``original``."""
     from transformers import AttentionInterface
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
+    if original not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise UsageError(
+            f"the model's attn_implementation is {original!r}, which transformers does not know; "
+            "load it with attn_implementation='sdpa'"
+        )
     AttentionInterface.register(CONTEXT_NAME, registered_attention)
     AttentionMaskInterface.register(CONTEXT_NAME, context_mask)
     watched = f"{CONTEXT_NAME}_{original}"
@@ -185,21 +191,30 @@ class AttentionSite:
         self.attention = attention
         self.kv_write = kv_write
         self.choice = choice
+        self.has_cache = False  # whether the running forward got a transformers cache
 
     def install(
         self, module: nn.Module, mode: Literal["context", "module"], original: str
     ) -> Callable[[], None]:
         """Attach to an attention module; returns what undoes it."""
-        run: AttentionRun = self.run_context
-        if mode == "module":
-            function = attention_function(module, original)
+        if mode == "context":
+            module.__dict__[_SLOT] = self.run_context
+            return lambda: module.__dict__.pop(_SLOT, None)
+        module.__dict__[_SLOT] = functools.partial(
+            self.run_module, attention_function(module, original)
+        )
+        hook = module.register_forward_pre_hook(self._note_cache, with_kwargs=True)
 
-            def run_module(*arguments: Any, **keywords: Any) -> tuple[Tensor, Tensor | None]:
-                return self.run_module(function, *arguments, **keywords)
+        def undo() -> None:
+            hook.remove()
+            module.__dict__.pop(_SLOT, None)
 
-            run = run_module
-        module.__dict__[_SLOT] = run
-        return lambda: module.__dict__.pop(_SLOT, None)
+        return undo
+
+    def _note_cache(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
+        """The cache's keyword has other names in other releases; what it can do has not."""
+        given = (*arguments, *keywords.values())
+        self.has_cache = any(hasattr(value, "get_seq_length") for value in given)
 
     def run_context(
         self,
@@ -263,21 +278,22 @@ class AttentionSite:
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None]:
         """transformers' own attention, watched; key and value hold the cache's rows too."""
+        if not self.tap.watching:
+            return function(module, query, key, value, attention_mask, **keywords)
         tokens = query.shape[2]
-        if self.tap.watching:
-            new_k, new_v = head_rows(key[:, :, -tokens:]), head_rows(value[:, :, -tokens:])
-            grafted = self._observe_write(new_k, new_v, new_k, new_v)
-            if grafted is not None:
-                new_k, new_v = grafted
-                key = _put_last(key, new_k)
-                value = _put_last(value, new_v)
+        # Copies: a graft may overwrite the cache after the listener has seen its rows.
+        new_k = head_rows(key[:, :, -tokens:]).clone()
+        new_v = head_rows(value[:, :, -tokens:]).clone()
+        grafted = self._observe_write(new_k, new_v, new_k, new_v)
+        if grafted is not None:
+            new_k, new_v = grafted
+            key = _put_last(key, new_k, in_place=self.has_cache)
+            value = _put_last(value, new_v, in_place=self.has_cache)
         with self.tap.site_code():
             output, weights = function(module, query, key, value, attention_mask, **keywords)
-        if self.tap.watching:
-            inputs = {"q": head_rows(query), "k": new_k, "v": new_v}
-            graft = self.tap.observe(self.attention, inputs, output.flatten(0, 1))
-            output = output if graft is None else graft.reshape(output.shape)
-        return output, weights
+        inputs = {"q": head_rows(query), "k": new_k, "v": new_v}
+        graft = self.tap.observe(self.attention, inputs, output.flatten(0, 1))
+        return output if graft is None else graft.reshape(output.shape), weights
 
     def _observe_write(
         self, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor
@@ -334,10 +350,10 @@ class AttentionSite:
             )
 
 
-def _put_last(cache: Tensor, rows: Tensor) -> Tensor:
-    """Replace the newest rows, in place where allowed: a cache then keeps them."""
-    new = from_head_rows(rows, cache.shape[0])
-    if not cache.requires_grad:
-        cache[:, :, -new.shape[2] :] = new
-        return cache
-    return torch.cat([cache[:, :, : -new.shape[2]], new], dim=2)
+def _put_last(cached: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
+    """Replace the newest rows; in place where a cache owns them, so that later steps see it."""
+    new = from_head_rows(rows, cached.shape[0])
+    if in_place:
+        cached[:, :, -new.shape[2] :] = new
+        return cached
+    return torch.cat([cached[:, :, : -new.shape[2]], new], dim=2)

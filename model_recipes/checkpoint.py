@@ -14,7 +14,7 @@ import contextlib
 import json
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def read_config(folder: Path) -> Any:
     """The folder's config as a transformers object; raises unless it is a plain causal model."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
     fields = _read_json(folder / "config.json")
@@ -73,7 +74,7 @@ def read_config(folder: Path) -> Any:
             f"{where}: the weights are quantised; dequantise to bfloat16 and save again"
         )
     model_type = fields.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise CheckpointError(
             f"{where}: model_type {model_type!r} is unknown to this transformers; upgrade it or "
             "use another model"
@@ -88,9 +89,10 @@ def read_config(folder: Path) -> Any:
         )
     try:
         return config_class.from_dict(fields)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())
         raise CheckpointError(
-            f"{where} does not make a {model_type} config: {error}; correct it"
+            f"{where} does not make a {model_type} config: {reason}; correct it"
         ) from error
 
 
@@ -202,7 +204,7 @@ def check_against_config(folder: Path, config: Any, found: dict[str, tuple[int, 
 
 
 @contextlib.contextmanager
-def quiet_transformers() -> Iterator[None]:
+def quiet_transformers() -> Generator[None]:
     """Without transformers' progress bars (ours say more)."""
     from transformers.utils import logging
 
@@ -226,7 +228,7 @@ def load_checkpoint(folder: Path, *, dtype: torch.dtype) -> nn.Module:
     config = read_config(folder)
     check_against_config(folder, config, read_headers(folder))
     with quiet_transformers():
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             folder,
             config=config,
             dtype=dtype,
@@ -234,6 +236,7 @@ def load_checkpoint(folder: Path, *, dtype: torch.dtype) -> nn.Module:
             use_safetensors=True,
             output_loading_info=True,
         )
+    module, info = loaded
     mismatched = [str(key) for key in info.get("mismatched_keys", ())]
     _complain(folder, list(info["missing_keys"]), list(info["unexpected_keys"]), mismatched)
     return module.eval()

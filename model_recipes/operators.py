@@ -72,13 +72,13 @@ def install_linear(installer: Installer, operator: Operator) -> None:
     """``nn.Linear``."""
     site, choice = installer.site(operator.path, "linear")
     module = cast(nn.Linear, operator.module)
-    run: Callable[[Tensor], Tensor] = _original(module)
+
+    def aligned(x: Tensor) -> Tensor:
+        return linear(x, module.weight, module.bias)
+
+    run = _original(module)
     if choice != STOCK:
-        linear = kernel("linear").linear
-
-        def run(x: Tensor) -> Tensor:
-            return linear(x, module.weight, module.bias)
-
+        linear, run = kernel("linear").linear, aligned
     installer.put_unary(operator, "x", site, run)
 
 
@@ -86,35 +86,33 @@ def install_lm_head(installer: Installer, operator: Operator) -> Callable[[Tenso
     """The LM head; returns ``h -> fp32 logits``, unobserved."""
     site, choice = installer.site(operator.path, "lm_head")
     module = cast(nn.Linear, operator.module)
-    original: Callable[[Tensor], Tensor] = _original(module)
-    run = original
+    original = _original(module)
 
-    def logits(h: Tensor) -> Tensor:
+    def aligned(h: Tensor) -> Tensor:
+        return lm_head(h, module.weight, module.bias)
+
+    def stock(h: Tensor) -> Tensor:
         return original(h).float()
 
-    if choice != STOCK:
-        lm_head = kernel("lm_head").lm_head
-
-        def run(h: Tensor) -> Tensor:
-            return lm_head(h, module.weight, module.bias)
-
-        logits = run
-    installer.put_unary(operator, "h", site, run)
-    return logits
+    if choice == STOCK:
+        installer.put_unary(operator, "h", site, original)
+        return stock
+    lm_head = kernel("lm_head").lm_head
+    installer.put_unary(operator, "h", site, aligned)
+    return aligned
 
 
 def install_rmsnorm(installer: Installer, operator: Operator) -> None:
     """``*RMSNorm``."""
     site, choice = installer.site(operator.path, "rmsnorm")
-    module = operator.module
-    run: Callable[[Tensor], Tensor] = _original(module)
+    module, facts = operator.module, operator.facts
+
+    def aligned(x: Tensor) -> Tensor:
+        return rmsnorm(x, module.weight, facts["eps"], unit_offset=facts["unit_offset"])
+
+    run = _original(module)
     if choice != STOCK:
-        rmsnorm = kernel("rmsnorm").rmsnorm
-        eps, unit_offset = operator.facts["eps"], operator.facts["unit_offset"]
-
-        def run(x: Tensor) -> Tensor:
-            return rmsnorm(x, module.weight, eps, unit_offset=unit_offset)
-
+        rmsnorm, run = kernel("rmsnorm").rmsnorm, aligned
     installer.put_unary(operator, "x", site, run)
 
 
@@ -123,15 +121,15 @@ def install_embedding(installer: Installer, operator: Operator) -> None:
     site, choice = installer.site(operator.path, "embedding")
     module = cast(nn.Embedding, operator.module)
 
-    def run(ids: Tensor) -> Tensor:
+    def stock(ids: Tensor) -> Tensor:
         return nn.Embedding.forward(module, ids)
 
+    def aligned(ids: Tensor) -> Tensor:
+        return embedding(ids, module.weight)
+
+    run = stock
     if choice != STOCK:
-        embedding = kernel("embedding").embedding
-
-        def run(ids: Tensor) -> Tensor:
-            return embedding(ids, module.weight)
-
+        embedding, run = kernel("embedding").embedding, aligned
     installer.put_unary(operator, "ids", site, run)
     if operator.kind == "scaled_embedding":
         lookup = module.__dict__["forward"]
@@ -171,9 +169,10 @@ def install_gated(installer: Installer, operator: Operator) -> None:
         for name in ("down", "act", "gate", "up")
     )
 
-    def product(g: Tensor, u: Tensor) -> Tensor:
+    def stock(g: Tensor, u: Tensor) -> Tensor:
         return act(g) * u
 
+    product: Callable[[Tensor, Tensor], Tensor] = stock
     if choice != STOCK:
         _require_silu(site, operator)
         product = kernel("gated").silu_mul

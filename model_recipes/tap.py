@@ -8,7 +8,7 @@ Tensors are shown one row per token: ``[B, S, ...]`` becomes ``[B * S, ...]``.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 
 import torch
 from torch import Tensor
@@ -54,7 +54,7 @@ class Tap:
         self._counts.pop(site.name, None)
 
     @contextlib.contextmanager
-    def site_code(self) -> Iterator[None]:
+    def site_code(self) -> Generator[None]:
         """Everything in this block belongs to a site; the function watch does not see it.
 
         Function modes are switched off inside: a kernel asks its tensors for shapes and strides

@@ -77,10 +77,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, list | tuple):
-        for entry in value:  # pyright: ignore[reportUnknownVariableType]
+        for entry in value:
             yield from tensors_in(entry)
     elif isinstance(value, Mapping):
-        for entry in value.values():  # pyright: ignore[reportUnknownVariableType]
+        for entry in value.values():
             yield from tensors_in(entry)
 
 
@@ -172,10 +172,10 @@ class Watch(TorchFunctionMode):
         if self.tap.inside:
             return func(*args, **kwargs)
         name = function_name(func)
-        in_place = name in _CLASSES and is_in_place(func)
+        shown, in_place = args, name in _CLASSES and is_in_place(func)
         if in_place:
             with self.tap.site_code():
-                before = args[0].clone()
+                shown = (args[0].clone(), *args[1:])
         result = func(*args, **kwargs)
         if name not in _CLASSES and self.uncovered is None:
             return result
@@ -185,7 +185,6 @@ class Watch(TorchFunctionMode):
             if name not in _CLASSES or not self._is_token_rows(result):
                 return result
             site = self._site(name)
-            shown = (before, *args[1:]) if in_place else args
             graft = self._observe(site, func, shown, kwargs, result)
             if graft is not None and in_place:
                 return result.copy_(graft)
