@@ -7,12 +7,10 @@ from typing import NamedTuple
 import pytest
 
 from zeromismatch.model_recipes.models import DTypeName, LoadedModel, load_model
-from zeromismatch.trainer.engines.base import Engine, Request, Run, Scenario
+from zeromismatch.trainer.engines.base import Request, Run, Scenario, Schedule
 from zeromismatch.trainer.engines.build import make_engine
 from zeromismatch.trainer.engines.packed import PackedEngine
 from zeromismatch.trainer.engines.paged import PagedEngine
-
-Bits = dict[tuple[str, int], int]
 
 
 class Pair(NamedTuple):
@@ -24,7 +22,7 @@ class Pair(NamedTuple):
 
 @pytest.fixture(scope="session")
 def requests() -> tuple[Request, ...]:
-    """Five requests of 50 to 70 tokens, four with a common prefix of 35; the last 12 are sampled."""
+    """Five requests of 50 to 70 tokens, four with a common prefix of 35; the last 12 sampled."""
     rng = random.Random(1)
     prefix = [rng.randrange(3, 3000) for _ in range(35)]
     made: list[Request] = []
@@ -38,7 +36,7 @@ def requests() -> tuple[Request, ...]:
 
 @pytest.fixture(scope="session")
 def pairs() -> Iterator[Callable[[str, DTypeName], Pair]]:
-    """``pairs(plan, dtype)``: engines, built once."""
+    """``pairs(plan, dtype)``: engines that share one model, built once."""
     built: dict[tuple[str, str], Pair] = {}
 
     def get(plan: str, dtype: DTypeName) -> Pair:
@@ -58,20 +56,19 @@ def pairs() -> Iterator[Callable[[str, DTypeName], Pair]]:
 
 @pytest.fixture
 def tiny() -> LoadedModel:
-    """A model of one's own, to publish to or to patch."""
+    """A model of one's own, to publish to or to break."""
     return load_model("tiny:llama")
 
 
-def scenario(engine: Engine, name: str, requests: tuple[Request, ...]) -> Scenario:
-    schedule = engine.schedule(name, requests)  # type: ignore[attr-defined]
-    return Scenario(model="tiny:llama", plan="", requests=requests, schedule=schedule)
-
-
-def bits_of(run: Run) -> Bits:
-    return {(s.request, s.position): s.logprob_bits for s in run.samples}
+@pytest.fixture(scope="session")
+def scenario() -> Callable[[Schedule, tuple[Request, ...]], Scenario]:
+    """``scenario(schedule, requests)``."""
+    return lambda schedule, requests: Scenario(
+        model="tiny:llama", plan="", requests=requests, schedule=schedule
+    )
 
 
 @pytest.fixture(scope="session")
-def run_bits() -> Callable[[Engine, str, tuple[Request, ...]], Bits]:
-    """``run_bits(engine, schedule name, requests)``: logprob bits by (request, position)."""
-    return lambda engine, name, requests: bits_of(engine.run(scenario(engine, name, requests)))
+def bits_of() -> Callable[[Run], dict[tuple[str, int], int]]:
+    """``bits_of(run)``: logprob bits by (request, position)."""
+    return lambda run: {(s.request, s.position): s.logprob_bits for s in run.samples}

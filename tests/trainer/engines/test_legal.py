@@ -109,7 +109,11 @@ def test_chunks_hits_drafts_eviction_preemption_and_publication_are_legal() -> N
             "has state for [0, 0)",
         ),
         (
-            [run("a", 0, 40), Publish(version=1, digest="x"), Hit(request="b", source="a", upto=16)],
+            [
+                run("a", 0, 40),
+                Publish(version=1, digest="x"),
+                Hit(request="b", source="a", upto=16),
+            ],
             2,
             "has state for [0, 0)",
         ),

@@ -163,16 +163,16 @@ def test_scheduler_finishes_within_any_memory_and_leaves_a_legal_schedule() -> N
 
 def test_group_with_one_prompt_computes_it_once() -> None:
     prompt = tuple(range(70))
-    group = [Request(id=f"g{i}", tokens=prompt, sampling=Sampling(max_new_tokens=4)) for i in range(4)]
+    group = [
+        Request(id=f"g{i}", tokens=prompt, sampling=Sampling(max_new_tokens=4)) for i in range(4)
+    ]
     schedule, _ = simulate(group, Policy(), 100)
     hits = [event for event in schedule.events if isinstance(event, Hit)]
     assert hits == [Hit(request=f"g{i}", source="g0", upto=64) for i in (1, 2, 3)]
 
 
 def test_stop_token_ends_a_request() -> None:
-    request = Request(
-        id="a", tokens=(1, 2, 3), sampling=Sampling(max_new_tokens=9, stop_ids=(8,))
-    )
+    request = Request(id="a", tokens=(1, 2, 3), sampling=Sampling(max_new_tokens=9, stop_ids=(8,)))
     _, (finished,) = simulate([request], Policy(), 10)
     assert finished.tokens == (1, 2, 3, 7, 8)
 
