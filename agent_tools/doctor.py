@@ -250,7 +250,7 @@ def core_check() -> Check:
         return Check(name="CPU core", status="ok", detail=detail)
     compiler = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
     step = (
-        f"the compiler {compiler} is here: run `make install` and read its output"
+        f"the compiler {compiler} is here: `python setup.py build_ext --inplace` shows why it fails"
         if compiler
         else "install a C++ compiler with OpenMP (for example `apt-get install g++`), "
         "then run `make install` again"

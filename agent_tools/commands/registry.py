@@ -1,6 +1,7 @@
 """``zm kernels list``, ``certify``, ``bench``: contracts, who may serve them here, how fast."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -22,6 +23,7 @@ def register(app: typer.Typer) -> None:
     """Add these commands to ``zm``."""
     kernels.command("list")(list_contracts)
     kernels.command()(certify)
+    kernels.command()(bench)
     app.add_typer(kernels, name="kernels")
 
 
@@ -112,3 +114,42 @@ def certify(
         text=[table(columns, rows), summary],
         exit_code=1 if refused else 0,
     )
+
+
+@command
+def bench(
+    quick: options.Quick = False,
+    device: options.Device = "cpu",
+    out: Annotated[
+        Path | None, typer.Option(help="Markdown file to write.", metavar="FILE")
+    ] = None,
+    json: options.Json = False,
+) -> Answer:
+    """Measure every operator beside stock torch: medians of one run, ratio above 1 is faster."""
+    from ...kernels.bench import bench as measure
+    from ...kernels.bench import markdown
+    from ..report import write_whole
+
+    with bar("measuring") as progress:
+        rows = measure(
+            device, quick, progress=lambda what, done, total: progress(done, total, what)
+        )
+    cells = [
+        [
+            row.op,
+            row.dtype,
+            row.shape,
+            f"{row.ours_us:,.1f}",
+            f"{row.stock_us:,.1f}",
+            f"{row.ratio:.2f}",
+            "" if row.floor is None else f"{row.floor:.1f}{'' if row.reached else ' missed'}",
+        ]
+        for row in rows
+    ]
+    columns = ["operator", "dtype", "shape", "ours, µs", "stock, µs", "ratio", "floor"]
+    missed = sum(row.reached is False for row in rows)
+    text: list[object] = [table(columns, cells), f"{missed} rows are below their floor."]
+    if out is not None:
+        text.append(f"Written: {write_whole(out, markdown(rows))}")
+    document = {"rows": [row.to_dict() for row in rows], "below_floor": missed}
+    return Answer(document=document, text=text)

@@ -69,8 +69,8 @@ def test_without_the_core_the_remedy_depends_on_the_compiler(
     monkeypatch.setattr(doctor.shutil, "which", lambda name: f"/bin/{name}" if compiler else None)
     check = doctor.core_check()
     assert check.status == "missing"
-    assert ("apt-get install g++" in check.remedy) is not compiler
-    assert "make install" in check.remedy
+    step = "setup.py build_ext --inplace" if compiler else "apt-get install g++"
+    assert step in check.remedy
 
 
 def test_a_gpu_machine_needs_no_cpu_core(monkeypatch: pytest.MonkeyPatch):
