@@ -6,8 +6,8 @@ of each block again, turns them into their gradient in place, and adds to dH (ro
 and db (one chain over all tokens, ascending: each block continues where the one before stopped).
 
 A block holds at most BLOCK_FLOATS logits, and at most MOST_ROWS rows. Measured on 2 cores at
-V = 49152, H = 576, 512 rows: forward and backward with 128 or 256 rows a block take about 0.9 of the
-time with 64, since every block reads and writes all of dW once.
+V = 49152, H = 576, 512 rows: forward and backward with 128 or 256 rows a block take about 0.9 of
+the time with 64, since every block reads and writes all of dW once.
 
 Legend: T rows, V vocabulary, H width.
 """
