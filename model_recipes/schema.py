@@ -172,8 +172,7 @@ def _check_kernel(kernel: RecipeKernel, folder: Path) -> None:
     if found != kernel.digest:
         raise RecipeError(
             f"kernel {file} has digest {found}, the recipe certifies {kernel.digest}; restore the "
-            "file, "
-            "or certify the new one with `zm verify` and align again"
+            "file, or align again with the new one"
         )
 
 
