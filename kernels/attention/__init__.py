@@ -41,6 +41,7 @@ __all__ = [
     "packed_batch",
     "paged_attention",
     "read_kv",
+    "read_slots",
     "write_kv",
 ]
 
@@ -110,6 +111,12 @@ def read_kv(cache: KVCache, block_table_row: Tensor, length: int) -> tuple[Tenso
         k[:length, :, : cache.head_dim].contiguous(),
         v[:length, :, : cache.head_dim].contiguous(),
     )
+
+
+def read_slots(cache: KVCache, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """``k, v [T, HK, D]`` as the cache holds them in slots ``[T]`` (page * 16 + offset)."""
+    page, offset = slot // PAGE, slot % PAGE
+    return cache.k[page, :, : cache.head_dim, offset], cache.v[page, :, offset, : cache.head_dim]
 
 
 def paged_attention(

@@ -20,6 +20,7 @@ from ...kernels.attention import (
     new_cache,
     paged_attention,
     read_kv,
+    read_slots,
     write_kv,
 )
 from .base import Step
@@ -92,14 +93,7 @@ class PagedBatch:
 
     def stored(self, layer_idx: int) -> tuple[Tensor, Tensor]:
         """This step's k and v [T, HK, D], as read back from the cache."""
-        cache = self.caches[layer_idx]
-        parts: list[tuple[Tensor, Tensor]] = []
-        for first, last, pages, length in self._entries():
-            start = length - last + first
-            skipped = start // PAGE
-            k, v = read_kv(cache, pages[skipped:], length - skipped * PAGE)
-            parts.append((k[start % PAGE :], v[start % PAGE :]))
-        return torch.cat([k for k, _ in parts]), torch.cat([v for _, v in parts])
+        return read_slots(self.caches[layer_idx], self.batch.slot)
 
     def _entries(self) -> Iterator[tuple[int, int, Tensor, int]]:
         """First row, last row, page table and length of each request in the batch."""
