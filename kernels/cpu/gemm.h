@@ -1,7 +1,10 @@
 // Matrix products as linear chains ("linear.chain"): the one GEMM of the CPU core.
 //
-// Every output is one chain of fp32 FMAs over k ascending, starting from +0 or from a given
-// accumulator; a bias is added to the finished chain, then it is rounded once to the output's dtype.
+// Every output of a forward product is a sum of short chains: fp32 FMAs over 128 values of k ascending,
+// each chain from +0, the finished chains added in ascending order (the error then grows with 128 and
+// with K / 128, not with K). Sums over tokens (dW, db) are one unbroken chain instead, from +0 or from
+// a given accumulator, so that any split into micro-batches continues it. A bias is added to the
+// finished sum, then it is rounded once to the output's dtype.
 // Lanes run along the output columns, so no lane ever meets a tail: columns are padded with zeros.
 // bf16 operands are widened exactly. Row count, tile, cache block, thread count and packing are
 // schedule: storing an fp32 accumulator and loading it again is exact, and no chain is ever split.
@@ -34,7 +37,9 @@ constexpr int TILE_ROWS = 6, ACCUMULATORS = 6;
 constexpr int TILE_ROWS = 4, ACCUMULATORS = 4;
 #endif
 constexpr int GROUP_PANELS = 8, RUN_TILES = 16;
-constexpr int64_t K_BLOCK = 256, K_SPAN = 4096, BLOCK_FLOATS = int64_t(1) << 20;
+constexpr int64_t K_BLOCK = 128;  // contract: the length of a short chain; also the cache block
+constexpr int64_t K_SPAN = 4096, BLOCK_FLOATS = int64_t(1) << 20;
+static_assert(K_SPAN % K_BLOCK == 0, "a pause falls between two short chains");
 constexpr int64_t SMALL = 1 << 19;  // up to here one thread is done before two have met
 
 constexpr int most_panels(int rows) { return std::min(GROUP_PANELS, ACCUMULATORS / rows); }
@@ -47,15 +52,19 @@ static inline float widen(const void* p, int64_t i, int64_t is_bf16) {
   return f;
 }
 
-// One register tile: continues R * P * 16 chains for `steps` values of k.
+// What becomes of the accumulators in `acc`: overwritten by new chains, continued, or added to.
+enum class Chain { fresh, continued, added };
+
+// One register tile: R * P * 16 chains over `steps` values of k.
 template <int R, int P>
 static void run_tile(const float* a, const float* b, int64_t panel_stride, int64_t steps,
-                     float* acc, int64_t acc_stride, bool fresh) {
+                     float* acc, int64_t acc_stride, Chain chain) {
   f32x16 c[R][P];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) c[r][p] = fresh ? splat(0.0f) : load(acc + r * acc_stride + p * L);
+    for (int p = 0; p < P; p++)
+      c[r][p] = chain == Chain::continued ? load(acc + r * acc_stride + p * L) : splat(0.0f);
   for (int64_t k = 0; k < steps; k++) {
     f32x16 bk[P];
 #pragma GCC unroll 8
@@ -70,10 +79,13 @@ static void run_tile(const float* a, const float* b, int64_t panel_stride, int64
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 8
-    for (int p = 0; p < P; p++) store(acc + r * acc_stride + p * L, c[r][p]);
+    for (int p = 0; p < P; p++) {
+      float* to = acc + r * acc_stride + p * L;
+      store(to, chain == Chain::added ? add(load(to), c[r][p]) : c[r][p]);
+    }
 }
 
-using TileFunction = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, bool);
+using TileFunction = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, Chain);
 template <int R, int P>
 constexpr TileFunction tile_or_null() {
   if constexpr (P <= most_panels(R))
@@ -107,6 +119,7 @@ struct Product {
   const float* bias;     // [N] or null
   void* C;
   bool c_bf16;
+  bool unbroken;  // one chain over all of K, not chains of K_BLOCK
   int64_t M, N, K, threads;
 };
 
@@ -198,11 +211,14 @@ static void run_job(const Product& g, const float* packed, Tiling tiling, int64_
       b = cut;
       panel_stride = K_BLOCK * L;
     }
+    Chain chain = k0 == 0 && !g.initial ? Chain::fresh
+                  : g.unbroken          ? Chain::continued
+                                        : Chain::added;
     for (int64_t t = t0; t < t1; t++) {
       int64_t m = tiling.start(t);
       int R = (int)(tiling.start(t + 1) - m);
       TILES[R - 1][P - 1](packed + m * g.K + k0 * R, b, panel_stride, k1 - k0,
-                          acc + (m - m0) * width, width, k0 == 0 && !g.initial);
+                          acc + (m - m0) * width, width, chain);
     }
   }
   for (int64_t m = m0; m < m1; m++) finish_row(g, m, p0, P, acc + (m - m0) * width);
@@ -315,7 +331,8 @@ extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* pane
 }
 
 // C [M, N] = round(initial + A x B), B row-major [K, N]; A is [M, K], or [K, M] when a_transposed.
-// `initial` (fp32, may be C itself) is where each chain starts; null means +0.
+// With a_transposed, k runs over tokens and each sum is one unbroken chain from `initial` (fp32, may
+// be C itself; null means +0). Otherwise short chains are added, to `initial` if given.
 extern "C" void ZM_EXPORT(gemm_rows)(const void* A, int64_t a_bf16, int64_t a_transposed,
                                      const void* B, int64_t b_bf16, const float* initial, void* C,
                                      int64_t c_bf16, int64_t M, int64_t N, int64_t K,
@@ -326,6 +343,7 @@ extern "C" void ZM_EXPORT(gemm_rows)(const void* A, int64_t a_bf16, int64_t a_tr
   g.A = {A, a_bf16 != 0, a_transposed != 0, a_transposed ? M : K};
   g.rows = {B, b_bf16 != 0, false, N};
   g.initial = initial;
+  g.unbroken = a_transposed != 0;
   g.C = C, g.c_bf16 = c_bf16 != 0;
   g.M = M, g.N = N, g.K = K, g.threads = threads;
   multiply(g);

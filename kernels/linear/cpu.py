@@ -18,8 +18,9 @@ from ..cpu.load import core
 from ..cpu.register import is_bf16, register_core
 from .packs import panels_of
 
-_ORDER = "one fp32 FMA chain per output, {axis} ascending, from +0 or the given accumulator"
-_ROUNDING = "operands widened exactly, chain in fp32, one rounding to nearest even at the end"
+SHORT_CHAINS = "fp32 FMA chains over 128 {axis} ascending, each from +0, chains added ascending"
+_ONE_CHAIN = "one fp32 FMA chain over {axis} ascending, from +0 or the given accumulator"
+_ROUNDING = "operands widened exactly, sums in fp32, one rounding to nearest even at the end"
 
 
 def linear(
@@ -73,9 +74,9 @@ def grad_bias(
     """db [N], from ``initial`` (fp32) and into ``out`` where given."""
     if out_N is None:
         out_N = torch.empty(grad_TN.shape[1], dtype=out_dtype or torch.float32)
-    ones = torch.ones(1, grad_TN.shape[0])
+    ones = torch.ones(grad_TN.shape[0], 1)  # transposed: tokens are one unbroken chain
     initial = None if initial_N is None else initial_N[None]
-    return _product(variant, ones, False, grad_TN, initial, out_N[None])[0]
+    return _product(variant, ones, True, grad_TN, initial, out_N[None])[0]
 
 
 def _product(
@@ -97,13 +98,13 @@ def _product(
 
 
 _OPERATIONS = {
-    "linear": (linear, "y = round(sum_k x[t, k] W[n, k] + b[n])", "inputs k"),
-    "linear_grad_input": (grad_input, "dX = round(sum_n dY[t, n] W[n, k])", "outputs n"),
-    "linear_grad_weight": (grad_weight, "dW = sum_t dY[t, n] X[t, k]", "tokens t"),
-    "linear_grad_bias": (grad_bias, "db = sum_t dY[t, n]", "tokens t"),
+    "linear": (linear, "y = round(sum_k x[t, k] W[n, k] + b[n])", SHORT_CHAINS, "inputs k"),
+    "linear_grad_input": (grad_input, "dX = round(sum_n dY[t, n] W[n, k])", SHORT_CHAINS, "outputs n"),
+    "linear_grad_weight": (grad_weight, "dW = sum_t dY[t, n] X[t, k]", _ONE_CHAIN, "tokens t"),
+    "linear_grad_bias": (grad_bias, "db = sum_t dY[t, n]", _ONE_CHAIN, "tokens t"),
 }
 
-for _op, (_function, _formula, _axis) in _OPERATIONS.items():
+for _op, (_function, _formula, _order, _axis) in _OPERATIONS.items():
     for _storage, _rtol in (("float32", 1e-4), ("bfloat16", 2e-2)):
         register_core(
             _function,
@@ -111,7 +112,7 @@ for _op, (_function, _formula, _axis) in _OPERATIONS.items():
             storages=(_storage,),
             op=_op,
             formula=_formula,
-            order=_ORDER.format(axis=_axis),
+            order=_order.format(axis=_axis),
             rounding=_ROUNDING,
             functions="fma",
             reference=f"zeromismatch.kernels.reference.linear:{_function.__name__}",

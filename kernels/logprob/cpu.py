@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cpu.load import core
 from ..cpu.register import register_core
-from ..linear.cpu import linear
+from ..linear.cpu import SHORT_CHAINS, linear
 
 
 def lm_head(variant: str, h_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tensor:
@@ -64,7 +64,7 @@ for _storage, _rtol in (("float32", 1e-4), ("bfloat16", 2e-2)):
         storages=(_storage,),
         op="lm_head",
         formula="logits = sum_k h[t, k] W[v, k] + b[v]",
-        order="one fp32 FMA chain per output, k ascending from +0",
+        order=SHORT_CHAINS.format(axis="inputs k"),
         rounding="operands widened exactly, chain and bias in fp32, no further rounding",
         functions="fma",
         reference="zeromismatch.kernels.reference.logprob:lm_head",

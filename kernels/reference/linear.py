@@ -1,9 +1,11 @@
 """The definition of ``linear.chain.*.cpu.v1`` and of its three gradients, in plain torch.
 
-Every output element is one chain of exact fp32 FMAs (:func:`.fma.fma32`) over the reduced axis in
-ascending order, starting from +0 or from a given accumulator. A bias is added to the finished chain
-in fp32, then the result is rounded once. bf16 operands are widened exactly. The Python loop over
-the reduced axis is the order; everything else is elementwise.
+Every output element of y and dX is a sum of short chains: exact fp32 FMAs (:func:`.fma.fma32`) over
+128 values of the reduced axis ascending, each chain from +0, the finished chains added ascending.
+dW and db, whose reduced axis is tokens, are one unbroken chain instead, from +0 or from a given
+accumulator. A bias is added to the finished sum in fp32, then the result is rounded once. bf16
+operands are widened exactly. The Python loop over the reduced axis is the order; everything else is
+elementwise.
 
 Frozen: what the fast kernels must equal bit for bit.
 
@@ -14,6 +16,8 @@ import torch
 from torch import Tensor
 
 from .fma import fma32
+
+SHORT = 128
 
 
 def chain(a_MK: Tensor, b_KN: Tensor, initial_MN: Tensor | None = None) -> Tensor:
@@ -28,6 +32,14 @@ def chain(a_MK: Tensor, b_KN: Tensor, initial_MN: Tensor | None = None) -> Tenso
     return total
 
 
+def short_chains(a_MK: Tensor, b_KN: Tensor) -> Tensor:
+    """fp32 [M, N]: chains over 128 values of K each, added in ascending order."""
+    total = chain(a_MK[:, :SHORT], b_KN[:SHORT])
+    for k in range(SHORT, a_MK.shape[1], SHORT):
+        total = total + chain(a_MK[:, k : k + SHORT], b_KN[k : k + SHORT])
+    return total
+
+
 def linear(
     x_TK: Tensor,
     weight_NK: Tensor,
@@ -35,15 +47,15 @@ def linear(
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """[T, N] in ``out_dtype`` (the dtype of x by default)."""
-    total = chain(x_TK, weight_NK.t())
+    total = short_chains(x_TK, weight_NK.t())
     if bias_N is not None:
         total = total + bias_N.float()
     return total.to(out_dtype or x_TK.dtype)
 
 
 def grad_input(grad_TN: Tensor, weight_NK: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
-    """dX [T, K]: chains over N, in ``out_dtype`` (the weight's by default)."""
-    return chain(grad_TN, weight_NK).to(out_dtype or weight_NK.dtype)
+    """dX [T, K]: short chains over N, in ``out_dtype`` (the weight's by default)."""
+    return short_chains(grad_TN, weight_NK).to(out_dtype or weight_NK.dtype)
 
 
 def grad_weight(
