@@ -1,13 +1,13 @@
 // Matrix products as linear chains ("linear.chain"): the one GEMM of the CPU core.
 //
-// Every output of a forward product is a sum of short chains: fp32 FMAs over 128 values of k ascending,
-// each chain from +0, the finished chains added in ascending order (the error then grows with 128 and
-// with K / 128, not with K). Sums over tokens (dW, db) are one unbroken chain instead, from +0 or from
-// a given accumulator, so that any split into micro-batches continues it. A bias is added to the
-// finished sum, then it is rounded once to the output's dtype.
+// Every output of a forward product is a sum of short chains: fp32 FMAs over 128 values of k
+// ascending, each chain from +0, the finished chains added in ascending order (the error then grows
+// with 128 and with K / 128, not with K). Sums over tokens (dW, db) are one unbroken chain instead,
+// from +0 or from a given accumulator, so that any split into micro-batches continues it. A bias is
+// added to the finished sum, then it is rounded once to the output's dtype.
 // Lanes run along the output columns, so no lane ever meets a tail: columns are padded with zeros.
 // bf16 operands are widened exactly. Row count, tile, cache block, thread count and packing are
-// schedule: storing an fp32 accumulator and loading it again is exact, and no chain is ever split.
+// schedule: storing an fp32 accumulator and loading it again is exact, and threads split no sum.
 //
 // B is read as panels [ceil(N / 16)][K][16] (zero padded), either prepared by `pack` from a weight
 // [N, K], or cut from a row-major [K, N] into a stack buffer by the job that uses it. A is copied

@@ -99,7 +99,12 @@ def _product(
 
 _OPERATIONS = {
     "linear": (linear, "y = round(sum_k x[t, k] W[n, k] + b[n])", SHORT_CHAINS, "inputs k"),
-    "linear_grad_input": (grad_input, "dX = round(sum_n dY[t, n] W[n, k])", SHORT_CHAINS, "outputs n"),
+    "linear_grad_input": (
+        grad_input,
+        "dX = round(sum_n dY[t, n] W[n, k])",
+        SHORT_CHAINS,
+        "outputs n",
+    ),
     "linear_grad_weight": (grad_weight, "dW = sum_t dY[t, n] X[t, k]", _ONE_CHAIN, "tokens t"),
     "linear_grad_bias": (grad_bias, "db = sum_t dY[t, n]", _ONE_CHAIN, "tokens t"),
 }

@@ -64,6 +64,17 @@ def test_variants_agree_across_cache_blocks_and_pauses_of_the_chain(size, dtype)
         assert bits.equal(each.run(x, weight, bias), expected), each.name
 
 
+@pytest.mark.parametrize("inputs", [576, 1536])
+def test_no_farther_from_fp64_than_twice_stock(inputs):
+    torch.manual_seed(0)
+    x, weight = torch.randn(64, inputs), torch.randn(200, inputs)
+    exact = x.double() @ weight.double().t()
+    ours = (linear(x, weight) - exact).abs()
+    stock = (torch.nn.functional.linear(x, weight) - exact).abs()
+    assert ours.mean() <= 2 * stock.mean()
+    assert ours.max() <= 2 * stock.max()
+
+
 def test_a_long_chain_that_pauses_has_the_bits_of_the_reference():
     x, weight, _ = operands(2, 3, 4097)
     assert bits.equal(linear(x, weight), reference.linear(x, weight))
