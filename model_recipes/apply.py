@@ -32,7 +32,7 @@ from .bindings import kernel
 from .operators import Installer
 from .plan import STOCK, Plan, check_plan, plan_from, stock_plan
 from .recognise import Operator, first_tensor, recognise
-from .schema import ModelIdentity, Recipe, check_identity, load_recipe
+from .schema import ModelIdentity, Recipe, load_recipe
 from .sites import Site, SiteListener
 from .state import config_digest, parameter_names, state_digest, weights_root
 from .tap import Tap
@@ -326,14 +326,7 @@ def apply(model: nn.Module, recipe: str | Path | Recipe) -> Instrument:
     the recipe belongs to another model, dtype or device.
     """
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
-    if loaded.kernels:
-        raise RecipeError(
-            f"recipe {loaded.name} brings its own kernels, which this version checks but does not "
-            "load; "
-            "use a version that does"
-        )
-    check_identity(loaded, identify(model))
-    plan = plan_from(loaded, (), _dtype(model), _device(model))
+    plan = plan_from(loaded, (), _dtype(model), _device(model), identify(model))
     stock_attention = plan.rules.get("attention") == STOCK
     return apply_plan(model, plan, "module" if stock_attention else "context")
 

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..kernels.errors import CapabilityError, UsageError
 from . import checkpoint, smollm2, tiny
+from .schema import ModelIdentity
 from .state import aliases, check_finite, config_digest, state_digest, weights_root
 
 DTypeName = Literal["float32", "bfloat16"]
@@ -57,6 +58,16 @@ class LoadedModel:
     def weights_root(self) -> str:
         """One digest over all tensors."""
         return weights_root(self.state_digest)
+
+    @property
+    def identity(self) -> ModelIdentity:
+        """Which model this is: what a recipe for it must name."""
+        return ModelIdentity(
+            spec=self.spec,
+            model_type=self.config.model_type,
+            config_digest=self.config_digest,
+            weights_root=self.weights_root,
+        )
 
     @property
     def dtype(self) -> torch.dtype:

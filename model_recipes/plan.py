@@ -24,7 +24,7 @@ from .bindings import OP_CLASSES, aligned_contract, check_contract, device_kind,
 from .sites import Site
 
 if TYPE_CHECKING:
-    from .schema import Recipe
+    from .schema import ModelIdentity, Recipe
 
 STOCK = "stock"
 
@@ -73,6 +73,7 @@ def aligned_plan(
     dtype: torch.dtype | str, device: torch.device | str, sites: Iterable[Site] = ()
 ) -> Plan:
     """What the registry offers for a dtype and device; raises where a site's class has nothing."""
+    sites = tuple(sites)
     offered = {op_class: aligned_contract(op_class, dtype, device) for op_class in OP_CLASSES}
     kind = f"{dtype_name(dtype)}-{device_kind(device)}"
     bare = sorted({site.op_class for site in sites if offered.get(site.op_class) is None})
@@ -91,15 +92,17 @@ def plan_from(
     sites: Iterable[Site],
     dtype: torch.dtype | str,
     device: torch.device | str,
+    identity: "ModelIdentity | None" = None,
 ) -> Plan:
     """The plan that ``spec`` names, checked against the sites.
 
-    spec: ``stock``, ``aligned``, a recipe folder or file, a recipe, or a plan.
+    spec: ``stock``, ``aligned``, a recipe folder or file, a recipe, or a plan. identity: the model
+    that a recipe must belong to.
 
-    Raises RecipeError (unreadable, another dtype or device, an override for no site, an unknown
-    contract) and UncoveredSiteError (a site without a rule).
+    Raises RecipeError (unreadable, another model, dtype or device, kernels of its own, an override
+    for no site, an unknown contract) and UncoveredSiteError (a site without a rule).
     """
-    from .schema import Recipe, load_recipe
+    from .schema import Recipe, check_identity, load_recipe
 
     sites = tuple(sites)
     if isinstance(spec, str) and spec == STOCK:
@@ -113,6 +116,13 @@ def plan_from(
             )
         spec = load_recipe(spec)
     if isinstance(spec, Recipe):
+        if identity is not None:
+            check_identity(spec, identity)
+        if spec.kernels:
+            raise RecipeError(
+                f"recipe {spec.name} brings its own kernels, which this version checks but does not "
+                "load; use a version that does"
+            )
         wanted, have = (spec.dtype, spec.device), (dtype_name(dtype), device_kind(device))
         if wanted != have:
             raise RecipeError(

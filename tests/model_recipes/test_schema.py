@@ -14,6 +14,7 @@ from zeromismatch.kernels import bits
 from zeromismatch.kernels.errors import DiskError, RecipeError
 from zeromismatch.model_recipes import tiny
 from zeromismatch.model_recipes.apply import identify
+from zeromismatch.model_recipes.models import load_model
 from zeromismatch.model_recipes.plan import aligned_plan, plan_from, stock_plan
 from zeromismatch.model_recipes.schema import (
     Evidence,
@@ -85,6 +86,10 @@ def test_a_recipe_for_another_model_names_both(model: Any) -> None:
         with pytest.raises(RecipeError, match=what) as caught:
             zeromismatch.apply(other, recipe)
         assert "is for tiny:llama (llama), not for this model" in str(caught.value)
+    loaded = load_model("tiny:llama", seed=1)
+    with pytest.raises(RecipeError, match="not for tiny:llama"):
+        plan_from(recipe, (), "float32", "cpu", loaded.identity)
+    assert identify(loaded.module, "tiny:llama") == loaded.identity
     narrow = tiny.build("tiny:llama", dtype=torch.bfloat16)
     wide = recipe_for(model, model=identify(narrow))
     with pytest.raises(RecipeError, match="is for float32 on cpu, this run is bfloat16 on cpu"):

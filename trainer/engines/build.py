@@ -42,5 +42,5 @@ def make_engine(
     if not isinstance(plan, Plan):
         shared = settings.get("instrument")
         sites = shared.sites if shared is not None else find_sites(loaded.module)
-        plan = plan_from(plan, sites, loaded.dtype, loaded.device)
+        plan = plan_from(plan, sites, loaded.dtype, loaded.device, loaded.identity)
     return engine(loaded, plan, **settings)
