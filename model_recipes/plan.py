@@ -120,8 +120,8 @@ def plan_from(
             check_identity(spec, identity)
         if spec.kernels:
             raise RecipeError(
-                f"recipe {spec.name} brings its own kernels, which this version checks but does not "
-                "load; use a version that does"
+                f"recipe {spec.name} brings its own kernels, which this version checks "
+                "but does not load; use a version that does"
             )
         wanted, have = (spec.dtype, spec.device), (dtype_name(dtype), device_kind(device))
         if wanted != have:
