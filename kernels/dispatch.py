@@ -90,7 +90,9 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
         offered = implementations(contract_id)
         missing = {each.name: each.missing() for each in offered}
         able = [each for each in offered if missing[each.name] is None]
-        held = _certificates_of(contract, able, key)
+        # The caller's modes (an audit, a default device) are not about the sweep.
+        with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
+            held = _certificates_of(contract, able, key)
         admitted = [each for each in able if held[each.name].admitted]
         for each in able:
             if not held[each.name].admitted:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from zeromismatch.kernels import bits, certificates, certify, dispatch
 from zeromismatch.kernels.contract import Contract, Implementation
@@ -219,6 +220,16 @@ def test_threads_that_ask_at_once_prove_once(
         thread.join()
     assert chosen == [good] * 4
     assert len(calls) == 1
+
+
+def test_modes_of_the_caller_do_not_reach_the_sweep(toy: Contract, offer: Offer) -> None:
+    class Audit(TorchFunctionMode):
+        def __torch_function__(self, function: object, *_: object) -> object:
+            raise AssertionError(f"{function} is not an operator of the model")
+
+    good = offer("good")
+    with torch.device("meta"), Audit():
+        assert dispatch.choose(toy.id) is good
 
 
 def test_choosing_again_is_a_lookup(toy: Contract, offer: Offer) -> None:
