@@ -2,12 +2,12 @@
 
 Both sides run the same schedule again while every operator's output is replaced, after it was
 digested, by a pattern that depends only on site, position and token. So every operator sees the
-same, simple inputs: rows with a single 1, for which each sum has one term. Attention needs more
-care and gets two passes:
+same, simple inputs: rows with a single number, for which each sum has one term. Attention needs
+more care and gets two passes:
 
-    equal keys     all keys are zero, so every weight is the same and each output counts values:
-                   exact where the number of keys is a power of two. Another result there means
-                   that other keys were read: stale or wrong state.
+    equal keys     all keys are zero, so every weight is the same, and each value is a single 1: an
+                   output counts the values read. A count that is wrong by one means that other
+                   keys were read: stale or wrong state.
     two keys       all but the first two keys are far below them and weigh nothing, so every sum
                    has at most two terms. Another result means another scale, exponential, division
                    or mask: a rounding point.
@@ -28,23 +28,29 @@ import torch
 from torch import Tensor
 
 from ..trainer.engines.base import Request, SiteCall
-from .cause import SUMMING_CLASSES
-from .compare import DIFFERENT, Bools, Comparison, SiteComparison
+from .cause import COPY_CLASSES, SUMMING_CLASSES
+from .compare import Comparison, SiteComparison
 from .records import Probe
-from .trace import Tracer
+from .trace import OUTPUT, ColumnKey, Keep, Tracer
 
 Pass = Literal["equal keys", "two keys"]
 PASSES: tuple[Pass, ...] = ("equal keys", "two keys")
 
 UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob"})
-FAR_BELOW = -1e5
+FAR_BELOW = -3e4
+MEMORY_BYTES = 500_000_000
 
 
 class ExactInputs:
-    """Observer that digests every output and then puts a pattern in its place."""
+    """Observer that digests every output and then puts a pattern in its place.
 
-    def __init__(self, keys: Pass, requests: Sequence[Request]) -> None:
-        self.tracer = Tracer()
+    keep: sites whose outputs are kept as tensors (attention, to see by how much a count is wrong).
+    """
+
+    def __init__(
+        self, keys: Pass, requests: Sequence[Request], keep: frozenset[str] = frozenset()
+    ) -> None:
+        self.tracer = Tracer(keep=Keep(sites=keep), disk_bytes=MEMORY_BYTES)
         self._keys = keys
         self._tokens = {request.id: request.tokens for request in requests}
         self._position = np.empty(0, np.int64)
@@ -66,15 +72,17 @@ class ExactInputs:
             return self._keys_and_values(call)
         output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
         if call.site.op_class == "rotary":
-            output[..., 0] = 1.0
+            sizes = torch.from_numpy(1.0 + self._seed % 97).to(output.dtype)
+            output[..., 0] = sizes.view(-1, *[1] * (output.dim() - 2))
         elif call.site.op_class != "lm_head":
-            self._set_ones(output, call.site.name)
+            self._set_one_term(output, call.site.name)
         return output
 
-    def _set_ones(self, output: Tensor, name: str) -> None:
+    def _set_one_term(self, output: Tensor, name: str) -> None:
         flat = output.view(len(output), -1)
-        columns = torch.from_numpy((self._seed + zlib.crc32(name.encode())) % flat.shape[1])
-        flat[torch.arange(len(flat)), columns] = 1.0
+        seed = self._seed + zlib.crc32(name.encode())
+        terms = torch.from_numpy(0.5 + (seed * 2654435761 % 2**23) / 2**24).to(flat.dtype)
+        flat[torch.arange(len(flat)), torch.from_numpy(seed % flat.shape[1])] = terms
 
     def _keys_and_values(self, call: SiteCall) -> Tensor:
         output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
@@ -83,14 +91,15 @@ class ExactInputs:
         values[torch.arange(len(values)), :, columns] = 1.0
         if self._keys == "two keys":
             position = torch.from_numpy(self._position)
-            score = torch.where(position < 2, 0.5 / (1.0 + position), FAR_BELOW)
-            keys[:, :, 0] = score.to(keys.dtype)[:, None]
+            levels = torch.tensor([0.0, -1.0, FAR_BELOW], dtype=keys.dtype)
+            keys[:, :, 0] = levels[position.clamp(max=2)][:, None]
         return output
 
 
 def exact_probes(name: Pass, comparison: Comparison) -> dict[str, Probe]:
-    """What one pass says about every site."""
-    return {site.site: _probe(name, comparison, site) for site in comparison.sites}
+    """What one pass says about every site that computes something."""
+    sites = (site for site in comparison.sites if site.op_class not in COPY_CLASSES)
+    return {site.site: _probe(name, comparison, site) for site in sites}
 
 
 def _probe(name: Pass, comparison: Comparison, site: SiteComparison) -> Probe:
@@ -103,20 +112,27 @@ def _probe(name: Pass, comparison: Comparison, site: SiteComparison) -> Probe:
     if name == "two keys":
         result = f"{site.affected} of {site.compared} rows differ where two keys have weight"
         return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
-    counted = site.eligible & _power_of_two_keys(comparison, site)
-    wrong = int((counted & (site.output.state == DIFFERENT)).sum())
+    wrong = _wrong_counts(comparison, site)
     result = (
-        f"{wrong} of {int(counted.sum())} rows differ where the output counts the values read, "
-        f"{site.affected} of {site.compared} where it also divides by the number of keys"
+        f"{site.affected} of {site.compared} rows differ where the output counts the values read, "
+        f"{wrong} of them by at least one value"
     )
     if wrong:
         return Probe(name=label, result=result, decided="stale or wrong state")
     return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
 
 
-def _power_of_two_keys(comparison: Comparison, site: SiteComparison) -> Bools:
-    keys = comparison.left.table.position[site.rows].astype(np.int64) + 1
-    return (keys & (keys - 1)) == 0
+def _wrong_counts(comparison: Comparison, site: SiteComparison) -> int:
+    """Rows whose outputs are so far apart that another set of values must have been read."""
+    key = ColumnKey(site.site, site.call, OUTPUT)
+    sides = comparison.left.blobs.get(key), comparison.right.blobs.get(key)
+    where = np.flatnonzero(site.convicting)
+    if sides[0] is None or sides[1] is None or not len(where):
+        return 0
+    left = sides[0].tensor[torch.from_numpy(where)].double().flatten(1)
+    right = sides[1].tensor[torch.from_numpy(site.output.right[where])].double().flatten(1)
+    keys = comparison.left.table.position[site.rows[where]] + 1.0
+    return int(((left - right).abs().amax(1) * torch.from_numpy(keys) > 0.25).sum())
 
 
 def order_is_left(op_class: str, probes: Sequence[Probe]) -> Probe | None:

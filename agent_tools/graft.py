@@ -135,7 +135,7 @@ class Reference(_Watching):
             part = _Rows(
                 keys=self._keys[chosen],
                 tensor=call.output.detach()[live].contiguous(),
-                digests={slot: d.numpy()[chosen] for slot, d in digests.items()},
+                digests={slot: d[chosen] for slot, d in digests.items()},
                 rows=np.full(len(chosen), group.rows, np.int32),
             )
             self._parts.setdefault((call.site.name, call.call), []).append(part)
@@ -200,8 +200,7 @@ class Grafter(_Watching):
         if kept is None or not len(self._keys):
             return None
         place, present = kept.find(self._keys)
-        own = digests[OUTPUT].numpy()
-        differs = present & (own != kept.digests[OUTPUT][place]).any(axis=1)
+        differs = present & (digests[OUTPUT] != kept.digests[OUTPUT][place]).any(axis=1)
         if not differs.any():
             return None
         convicting = differs & self._inputs_equal(digests, kept, place)
@@ -216,12 +215,12 @@ class Grafter(_Watching):
 
     @staticmethod
     def _inputs_equal(
-        digests: Mapping[str, Tensor], kept: _Rows, place: NDArray[np.int64]
+        digests: Mapping[str, Digests], kept: _Rows, place: NDArray[np.int64]
     ) -> Bools:
         fine = np.full(len(place), digests.keys() == kept.digests.keys(), np.bool_)
         for slot in digests.keys() & kept.digests.keys():
             if slot != OUTPUT:
-                fine &= (digests[slot].numpy() == kept.digests[slot][place]).all(axis=1)
+                fine &= (digests[slot] == kept.digests[slot][place]).all(axis=1)
         return fine
 
     def _take_evidence(

@@ -37,7 +37,6 @@ from .records import (
     Anchor,
     Confirmation,
     Coverage,
-    Culprit,
     Divergence,
     Graft,
     LogprobReport,
@@ -50,6 +49,7 @@ from .selftest import Fault, self_test
 from .sides import Runner, Side, closure
 from .trace import DEFAULT_DISK_BYTES, Trace, Tracer
 from .trace_store import save_trace
+from .verdict import equal_reason, judge, side_record, too_little
 
 EXACT_REQUESTS = 3
 Progress = Callable[[str], None]
@@ -63,7 +63,7 @@ class Options:
     coverage: share of operators that must be seen on both sides.
     causes: run the experiments that classify culprits.
     self_test: flip one bit and demand that it is found.
-    out: folder for both traces; disk_bytes: budget of each.
+    out: folder for both traces; disk_bytes: their budget, together.
     fault: plants a fault on the left side in every run (tests and red controls).
     progress: told each stage.
     """
@@ -104,6 +104,7 @@ class _Localization:
         self.started = time.perf_counter()
         self.records: list[SideRecord] = []
         self.notes: list[str] = []
+        self.disk_left = options.disk_bytes
 
     def run(self) -> Divergence:
         left = self._first_run("left", self.left, self.options.fault)
@@ -114,9 +115,9 @@ class _Localization:
         comparison = Comparison(left, right)
         coverage = comparison.coverage(self.options.coverage)
         logprobs = logprob_report(left, right)
-        too_little = _too_little(coverage, logprobs)
-        if too_little:
-            return self._verdict("INCONCLUSIVE", too_little, anchor, coverage, logprobs)
+        lacking = too_little(coverage, logprobs)
+        if lacking:
+            return self._verdict("INCONCLUSIVE", lacking, anchor, coverage, logprobs)
         differing = coverage.differing_rows or coverage.differing_inputs or logprobs.differing
         if not differing:
             return self._equal(anchor, coverage, logprobs)
@@ -128,17 +129,16 @@ class _Localization:
         trace = runner.traced(fault(tracer), tracer)
         folder = None
         if self.options.out is not None:
-            folder = save_trace(
-                trace, self.options.out / name, disk_bytes=self.options.disk_bytes
-            )
+            folder = save_trace(trace, self.options.out / name, disk_bytes=self.disk_left)
+            self.disk_left -= sum(file.stat().st_size for file in folder.iterdir())
         self.records.append(
-            SideRecord(
-                side=str(runner.side), engine=trace.engine, plan=trace.plan, run=trace.run,
-                steps=len(set(trace.table.step.tolist())), rows=len(trace.table.step),
-                samples=len(trace.samples.position), seconds=runner.seconds,
-                trace=None if folder is None else str(folder),
+            side_record(
+                trace,
+                str(runner.side),
+                seconds=runner.seconds,
+                folder=None if folder is None else str(folder),
             )
-        )  # fmt: skip
+        )
         return trace
 
     def _anchor(self, left: Trace, right: Trace) -> Anchor:
@@ -161,10 +161,7 @@ class _Localization:
             return self._verdict(
                 "INCONCLUSIVE", reason, anchor, coverage, logprobs, self_test=tested
             )
-        reason = (
-            f"all {logprobs.compared} scored tokens and all {coverage.rows} operator rows have "
-            "equal bits"
-        )
+        reason = equal_reason(coverage, logprobs)
         return self._verdict("EQUAL", reason, anchor, coverage, logprobs, self_test=tested)
 
     def _divergent(
@@ -181,7 +178,11 @@ class _Localization:
         exact = self._exact(comparison, guilty) if self.options.causes and guilty else {}
         found = culprits(grafted, grafter.evidence, exact)
         tested = self._self_test()
-        status, reason = _judge(found, coverage, logprobs)
+        status, reason = judge(found, coverage, logprobs)
+        wavers = any(culprit.cause.name == "nondeterminism" for culprit in found)
+        if tested is not None and not tested.passed and not wavers:
+            status = "INCONCLUSIVE"
+            reason += f"; the self-test failed ({tested.activation}; {tested.weight}): report it"
         return self._verdict(
             status, reason, anchor, coverage, logprobs,
             first_divergence=comparison.first(), culprits=found, groups=group(found),
@@ -230,12 +231,13 @@ class _Localization:
         first = [request.id for request in self.left.requests[:EXACT_REQUESTS]]
         names = closure(schedules, first)
         probes: dict[str, list[Probe]] = {name: [] for name in guilty}
-        attends = any(s.op_class == "attention" for s in plain.sites if s.site in guilty)
-        for keys in PASSES if attends else PASSES[:1]:
+        attention = (site for site in plain.sites if site.op_class == "attention")
+        keep = guilty & {site.site for site in attention}
+        for keys in PASSES if keep else PASSES[:1]:
             self.options.progress(f"both sides on exact sums, {keys}")
             traces = []
             for runner, fault in ((self.left, self.options.fault), (self.right, lambda o: o)):
-                observer = ExactInputs(keys, runner.requests)
+                observer = ExactInputs(keys, runner.requests, keep)
                 traces.append(runner.traced(fault(observer), observer.tracer, only=names))
             for site, probe in exact_probes(keys, Comparison(*traces)).items():
                 if site in guilty and not any(p.name == probe.name for p in probes[site]):
@@ -288,35 +290,3 @@ class _Localization:
             seconds=time.perf_counter() - self.started,
             **found,
         )
-
-
-def _too_little(coverage: Coverage, logprobs: LogprobReport) -> str | None:
-    """Why nothing may be concluded, or None."""
-    if coverage.rows == 0 or logprobs.compared == 0:
-        return (
-            f"{coverage.rows} operator rows and {logprobs.compared} scored tokens were compared; "
-            "give requests with at least two tokens that both sides run"
-        )
-    if coverage.share < coverage.threshold:
-        return (
-            f"only {coverage.share:.0%} of the operators were seen on both sides, "
-            f"{coverage.threshold:.0%} are needed; compare engines that run the same operators"
-        )
-    return None
-
-
-def _judge(
-    found: Sequence[Culprit], coverage: Coverage, logprobs: LogprobReport
-) -> tuple[Status, str]:
-    tokens = f"{logprobs.differing} of {logprobs.compared} scored tokens differ"
-    if found:
-        return "DIVERGENT", f"{tokens}; {len(found)} operators give other bits on equal inputs"
-    unseen = [*coverage.incomplete, *coverage.left_only, *coverage.right_only]
-    if unseen:
-        return "INCONCLUSIVE", (
-            f"{tokens}, but every operator seen is innocent; not compared: {', '.join(unseen[:5])}"
-        )
-    return "DIVERGENT", (
-        f"{tokens} and {coverage.differing_rows} operator rows, but on the reference's inputs "
-        "every operator agrees; run it again: the left side may not repeat itself"
-    )

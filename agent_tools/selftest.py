@@ -33,14 +33,15 @@ def self_test(runner: Runner, fault: Fault = lambda observer: observer) -> SelfT
 
     def run(extra: Fault = lambda observer: observer) -> Trace:
         tracer = Tracer()
-        return runner.traced(fault(extra(tracer)), tracer, only=names)
+        return runner.traced(extra(fault(tracer)), tracer, only=names)
 
     plain = run()
     moved = Comparison(run(), plain).count()[1]
     if moved:
         repeats = f"the left side does not repeat itself: {moved} rows differ between two runs"
         return SelfTest(passed=False, activation=repeats, weight="not tried")
-    activation_found, activation = _activation(plain, shortest, run)
+    site = runner.sites[len(runner.sites) // 2].name
+    activation_found, activation = _activation(plain, site, shortest, run)
     weight_found, weight = _weight(plain, runner)
     return SelfTest(
         passed=activation_found and weight_found, activation=activation, weight=weight
@@ -48,9 +49,8 @@ def self_test(runner: Runner, fault: Fault = lambda observer: observer) -> SelfT
 
 
 def _activation(
-    plain: Trace, request: Request, run: Callable[[Fault], Trace]
+    plain: Trace, site: str, request: Request, run: Callable[[Fault], Trace]
 ) -> tuple[bool, str]:
-    site = plain.sites[len(plain.sites) // 2]
     position = len(request.tokens) // 2
 
     def flip(observer: Observer) -> Observer:

@@ -27,6 +27,7 @@ from ..trainer.engines.base import (
     Run,
     Scenario,
     Schedule,
+    Site,
     Step,
 )
 from ..trainer.engines.build import ENGINES, make_engine
@@ -94,8 +95,8 @@ class TracingObserver(Observer, Protocol):
 class Runner:
     """Runs one side of a comparison, any number of times, always by the same plan and schedule.
 
-    plan: what the caller asked for; the side's own setting wins. schedule, resolved: the schedule
-    and plan of the first run.
+    plan: what the caller asked for; the side's own setting wins. schedule, resolved, sites: the
+    schedule, the plan and the engine's operator sites, known after the first run.
     """
 
     side: Side
@@ -104,6 +105,7 @@ class Runner:
     plan: str | Plan
     schedule: Schedule | None = None
     resolved: Plan | None = None
+    sites: tuple[Site, ...] = ()
     seconds: float = 0.0
 
     @contextmanager
@@ -113,7 +115,7 @@ class Runner:
         engine = make_engine(
             self.side.engine, self.model, self.resolved or plan, **self.side.engine_settings
         )
-        self.resolved = engine.instrument.plan
+        self.resolved, self.sites = engine.instrument.plan, engine.instrument.sites
         try:
             yield engine
         finally:

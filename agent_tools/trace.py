@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from ..kernels import bits
 from ..kernels.errors import DiskError, InconclusiveError
-from ..trainer.engines.base import Observation, Request, Run, Schedule, SiteCall
+from ..trainer.engines.base import Observation, Request, Run, Schedule, Site, SiteCall
 
 OUTPUT = "out"
 DEFAULT_DISK_BYTES = 500_000_000
@@ -156,12 +156,25 @@ class _Group:
 
 @dataclass(slots=True)
 class _Building:
+    key: ColumnKey
     op_class: str
     contract: str | None
     dtype: str
     shape: tuple[int, ...]
     groups: list[int] = field(default_factory=list[int])
-    digests: list[Tensor] = field(default_factory=list[Tensor])
+    count: int = 0
+    digests: Digests = field(default_factory=lambda: np.empty((64, 2), np.int64))
+
+    def append(self, group: int, digests: Digests) -> None:
+        """Add rows to one growing array: a list of small tensors would keep the collector busy."""
+        end = self.count + len(digests)
+        if end > len(self.digests):
+            grown = np.empty((max(end, 2 * len(self.digests)), 2), np.int64)
+            grown[: self.count] = self.digests[: self.count]
+            self.digests = grown
+        self.digests[self.count : end] = digests
+        self.count = end
+        self.groups.append(group)
 
 
 class Tracer:
@@ -174,7 +187,9 @@ class Tracer:
         self._ids: dict[str, int] = {}
         self._groups: list[_Group] = []
         self._columns: dict[ColumnKey, _Building] = {}
-        self._sites: dict[str, None] = {}
+        self._sites: dict[str, Site] = {}
+        self._met: list[Site] = []
+        self._known: dict[tuple[int, int], dict[str, _Building]] = {}
         self._blobs: dict[ColumnKey, list[tuple[NDArray[np.int32], Tensor]]] = {}
 
     def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
@@ -200,37 +215,53 @@ class Tracer:
         """Request id -> its index in ``group.request``."""
         return self._ids
 
-    def record(self, call: SiteCall) -> dict[str, Tensor]:
+    def record(self, call: SiteCall) -> dict[str, Digests]:
         """Digest inputs and output; returns them by slot, one int64 pair per live row."""
-        self._sites.setdefault(call.site.name)
-        digests = {f"in:{name}": self._digest(call, name, x) for name, x in call.inputs.items()}
-        digests[OUTPUT] = self._digest(call, OUTPUT, call.output)
-        for slot, digest in digests.items():
-            tensor = call.output if slot == OUTPUT else call.inputs[slot[3:]]
-            self._append(ColumnKey(call.site.name, call.call, slot), call, tensor, digest)
+        columns = self._known.get((id(call.site), call.call)) or self._meet(call)
+        digests: dict[str, Digests] = {}
+        for name, tensor in call.inputs.items():
+            self._take(call, columns, f"in:{name}", tensor, digests)
+        self._take(call, columns, OUTPUT, call.output, digests)
         return digests
 
-    def _digest(self, call: SiteCall, name: str, tensor: Tensor) -> Tensor:
+    def _meet(self, call: SiteCall) -> dict[str, _Building]:
+        """First call of a site: its columns by slot. Sites are kept, so that ids stay theirs."""
+        self._sites.setdefault(call.site.name, call.site)
+        tensors = {f"in:{name}": tensor for name, tensor in call.inputs.items()}
+        columns: dict[str, _Building] = {}
+        for slot, tensor in (tensors | {OUTPUT: call.output}).items():
+            key = ColumnKey(call.site.name, call.call, slot)
+            fresh = _Building(
+                key=key, op_class=call.site.op_class, contract=call.site.contract,
+                dtype=str(tensor.dtype).removeprefix("torch."), shape=tuple(tensor.shape[1:]),
+            )  # fmt: skip
+            columns[slot] = self._columns.setdefault(key, fresh)
+        self._known[id(call.site), call.call] = columns
+        self._met.append(call.site)
+        return columns
+
+    def _take(
+        self,
+        call: SiteCall,
+        columns: dict[str, _Building],
+        slot: str,
+        tensor: Tensor,
+        digests: dict[str, Digests],
+    ) -> None:
         group = self._groups[-1]
-        if tensor.shape[:1] != (group.rows,):
+        if not tensor.dim() or tensor.size(0) != group.rows:
             raise InconclusiveError(
-                f"site {call.site.name}: {name} has shape {tuple(tensor.shape)}, but the engine "
+                f"site {call.site.name}: {slot} has shape {tuple(tensor.shape)}, but the engine "
                 f"announced {group.rows} rows; such a trace compares nothing: report the engine"
             )
-        digest = bits.digest_rows(tensor)
-        return digest if len(group.live) == group.rows else digest[torch.from_numpy(group.live)]
-
-    def _append(self, key: ColumnKey, call: SiteCall, tensor: Tensor, digest: Tensor) -> None:
-        column = self._columns.get(key)
-        if column is None:
-            dtype = str(tensor.dtype).removeprefix("torch.")
-            shape = tuple(tensor.shape[1:])
-            column = _Building(call.site.op_class, call.site.contract, dtype, shape)
-            self._columns[key] = column
-        column.groups.append(len(self._groups) - 1)
-        column.digests.append(digest)
+        digest: Digests = bits.digest_rows(tensor).cpu().numpy()
+        if len(group.live) != group.rows:
+            digest = digest[group.live]
+        digests[slot] = digest
+        column = columns.get(slot) or self._meet(call)[slot]
+        column.append(len(self._groups) - 1, digest)
         if self._keep is not None:
-            self._keep_tensor(self._keep, key, tensor)
+            self._keep_tensor(self._keep, column.key, tensor)
 
     def _keep_tensor(self, keep: Keep, key: ColumnKey, tensor: Tensor) -> None:
         if keep.sites is not None and key.site not in keep.sites:
@@ -300,7 +331,7 @@ class Tracer:
             columns[key] = Column(
                 op_class=built.op_class, contract=built.contract, dtype=built.dtype,
                 shape=built.shape, rows=shared[groups],
-                digests=torch.cat(built.digests).cpu().numpy(),
+                digests=built.digests[: built.count].copy(),
             )  # fmt: skip
         return columns
 

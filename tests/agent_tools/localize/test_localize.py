@@ -1,5 +1,8 @@
 """Localize on real engines: every status, every budget, and every single bit."""
 
+import dataclasses
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ from zeromismatch.agent_tools.records import Divergence
 from zeromismatch.agent_tools.sides import Runner, Side
 from zeromismatch.agent_tools.trace import Trace, Tracer
 from zeromismatch.agent_tools.trace_store import load_trace
+from zeromismatch.agent_tools.verdict import compare_traces
 from zeromismatch.kernels.errors import DiskError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
-from zeromismatch.trainer.engines.base import Observer, Request
+from zeromismatch.trainer.engines.base import Observer, Request, SiteCall
 
 QUICK = Options(causes=False, self_test=False)
 
@@ -114,10 +118,8 @@ def test_one_flipped_bit_of_any_activation_is_placed_at_its_site(
     assert len(sites) > 30
     for index, site in enumerate(sites):
         request, position = short[index % 2].id, index % 5
-
-        def flip(inner: Observer, site=site, request=request, position=position) -> Observer:
-            return FlipBit(inner, site=site, request=request, position=position, element=index)
-
+        where = {"site": site, "request": request, "position": position, "element": index}
+        flip = partial(FlipBit, **where)
         options = Options(causes=False, self_test=False, fault=flip)
         found = run("paged:chunk:3", "packed:packed", model, short, options=options)
         assert found.status == "DIVERGENT", (site, found.reason)
@@ -159,6 +161,71 @@ def test_a_single_token_scores_nothing_and_is_inconclusive(
     assert "0 scored tokens" in found.reason
 
 
+class Wavering:
+    """Disturbs one site differently every time it runs."""
+
+    def __init__(self, inner: Observer, site: str) -> None:
+        self.inner, self.site = inner, site
+
+    def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
+        self.inner.begin_rows(step, rows)
+
+    def on_site(self, call: SiteCall, /) -> torch.Tensor | None:
+        if call.site.name != self.site:
+            return self.inner.on_site(call)
+        output = call.output * (1 + 1e-3 * torch.rand(1))
+        replaced = self.inner.on_site(dataclasses.replace(call, output=output))
+        return output if replaced is None else replaced
+
+
+def test_a_side_that_never_repeats_itself_is_named_as_nondeterministic(
+    model: LoadedModel, requests: tuple[Request, ...]
+) -> None:
+    site = "model.layers.0.mlp.up_proj"
+    options = Options(fault=partial(Wavering, site=site))
+    found = run("packed", "packed", model, requests[:1], options=options)
+    assert found.status == "DIVERGENT"
+    assert [culprit.site for culprit in found.culprits] == [site]
+    assert found.culprits[0].cause.name == "nondeterminism"
+    assert found.self_test is not None
+    assert not found.self_test.passed
+    assert "does not repeat itself" in found.self_test.activation
+
+
+class Blind:
+    """Hides every site from the recorder but the first of each forward pass."""
+
+    def __init__(self, inner: Observer) -> None:
+        self.inner = inner
+
+    def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
+        self.inner.begin_rows(step, rows)
+
+    def on_site(self, call: SiteCall, /) -> torch.Tensor | None:
+        return self.inner.on_site(call) if call.site.op_class == "embedding" else None
+
+
+def test_a_recorder_that_sees_little_gives_no_verdict(
+    model: LoadedModel, requests: tuple[Request, ...]
+) -> None:
+    found = run("paged", "packed", model, requests[:1], options=Options(fault=Blind))
+    assert found.status == "INCONCLUSIVE"
+    assert found.coverage is not None
+    assert found.coverage.shared == 1
+    assert "model.norm" in found.coverage.right_only
+
+
+def test_a_self_test_that_fails_takes_the_verdict_away(
+    model: LoadedModel, requests: tuple[Request, ...]
+) -> None:
+    options = Options(fault=Blind, coverage=0.0)
+    found = run("paged", "packed", model, requests[:1], options=options)
+    assert found.status == "INCONCLUSIVE"
+    assert found.self_test is not None
+    assert not found.self_test.passed
+    assert "the comparison named nothing" in found.self_test.activation
+
+
 def test_low_coverage_is_inconclusive(
     model: LoadedModel, requests: tuple[Request, ...]
 ) -> None:
@@ -188,6 +255,37 @@ def test_traces_are_kept_on_request_and_compared_again_from_disk(
     found = run("paged", "packed", model, requests[:2], options=options)
     assert found.left.trace == str(tmp_path / "run" / "left")
     assert load_trace(tmp_path / "run" / "right").run == found.right.run
+    left, right = (load_trace(tmp_path / "run" / side) for side in ("left", "right"))
+    again = compare_traces(left, right)
+    assert again.status == "EQUAL"
+    assert (again.coverage, again.logprobs) == (found.coverage, found.logprobs)
+
+
+def test_saved_traces_that_differ_name_the_first_operator(
+    model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path
+) -> None:
+    options = Options(causes=False, self_test=False, out=tmp_path)
+    found = run("transformers:decode", "transformers:alone", model, requests[:2], "stock", options)
+    left, right = (load_trace(tmp_path / side) for side in ("left", "right"))
+    again = compare_traces(left, right)
+    assert again.status == "DIVERGENT"
+    assert again.first_divergence == found.first_divergence
+    assert again.notes
+
+
+def test_saved_traces_of_other_tokens_are_misaligned(
+    model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path
+) -> None:
+    traces = []
+    for name, tokens in (("one", (5, 6, 7)), ("two", (5, 9, 7))):
+        options = Options(causes=False, self_test=False, out=tmp_path / name)
+        run("packed", "packed", model, (Request(id="a", tokens=tokens),), options=options)
+        traces.append(load_trace(tmp_path / name / "left"))
+    found = compare_traces(*traces)
+    assert found.status == "MISALIGNED"
+    assert found.anchor.misalignment is not None
+    assert (found.anchor.misalignment.request, found.anchor.misalignment.position) == ("a", 1)
+    assert found.logprobs is None
 
 
 def test_a_trace_beyond_the_disk_budget_leaves_nothing(
