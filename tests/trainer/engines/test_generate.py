@@ -5,8 +5,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from zeromismatch.kernels.errors import ScheduleError, UsageError
+from zeromismatch.kernels.sampling import sample
 from zeromismatch.trainer.engines.base import Policy, Request, Run, Sampling, Step
 from zeromismatch.trainer.engines.legal import legal
 from zeromismatch.trainer.engines.paged import replay
@@ -76,6 +78,23 @@ def test_sampled_logprob_equals_the_trainers_score(
     assert {token: scored[token] for token in sampled} == sampled
     logprobs = packed.logprobs(run.requests).tolist()
     assert len(logprobs) == len(sampled)
+
+
+def test_each_token_is_the_draw_of_its_seed_and_position_from_the_trainers_logits(
+    rollouts: dict[str, Run], pairs: Any
+) -> None:
+    packed = pairs("aligned", "float32").packed
+    for request in rollouts["roomy"].requests:
+        start, stop = request.turns[-1]
+        step = packed.schedule("alone", [request]).events[0]
+        with torch.no_grad():
+            hidden = packed._hidden(step, {request.id: request})[start - 1 : stop - 1]
+            logits = packed.instrument.head_logits(hidden)
+        count = stop - start
+        seeds = torch.full((count,), request.sampling.seed)
+        warmth = torch.full((count,), request.sampling.temperature)
+        drawn = sample(logits, seeds, torch.arange(start, stop), warmth)
+        assert tuple(drawn.tolist()) == request.tokens[start:stop]
 
 
 def test_requests_come_back_with_their_reply_marked(
