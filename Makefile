@@ -1,6 +1,7 @@
 # Two commands matter: `make demo` and `make test`. Both install first; everything stays in .venv.
 
 PYTHON ?= python3
+WORKERS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
@@ -31,8 +32,9 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
 demo: install
 	$(BIN)/zm align smollm2-135m --rollout paged
 
+# Two processes with one thread each (tests/conftest.py): faster than one with two, on two cores.
 test: install
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 lint: install
 	$(BIN)/ruff check $(LINTED)

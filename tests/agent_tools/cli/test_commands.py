@@ -86,7 +86,7 @@ def test_kernels_bench_writes_a_table(tmp_path: Path, capsys: pytest.CaptureFixt
     document = answer(capsys, "kernels", "bench", "--quick", "--out", str(table))
     assert {"linear", "attention decode", "rmsnorm"} <= {row["op"] for row in document["rows"]}
     assert all(row["ours_us"] > 0 for row in document["rows"])
-    assert "| linear | float32 | 1 rows, 576 to 576 |" in table.read_text()
+    assert "| linear | float32 | 1 row, 576 to 576 |" in table.read_text()
 
 
 def test_recipe_show_reads_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
