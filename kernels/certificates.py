@@ -134,7 +134,7 @@ def _processor() -> str:
 
 def _driver() -> str:
     try:
-        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+        return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
     except OSError:
         return f"CUDA driver {torch._C._cuda_getDriverVersion()}"  # type: ignore[attr-defined]
 

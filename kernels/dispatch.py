@@ -83,7 +83,7 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
             return _CHOSEN[(contract_id, key)]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             raise NotCertifiedError(
-                f"{contract_id} {key or ''} is not certified, nor can it be inside a CUDA graph "
+                f"{contract_id}{f' {key}' if key else ''} is not certified, nor can it be inside a CUDA graph "
                 "capture; run the operator once before capturing, or `zm kernels certify`"
             )
         contract = get_contract(contract_id)
