@@ -82,9 +82,10 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
         if (contract_id, key) in _CHOSEN:
             return _CHOSEN[(contract_id, key)]
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            where = f"{contract_id} {key}" if key else contract_id
             raise NotCertifiedError(
-                f"{contract_id}{f' {key}' if key else ''} is not certified, nor can it be inside a CUDA graph "
-                "capture; run the operator once before capturing, or `zm kernels certify`"
+                f"{where} is not certified, nor can it be inside a CUDA graph capture; run the "
+                "operator once before capturing, or `zm kernels certify`"
             )
         contract = get_contract(contract_id)
         offered = implementations(contract_id)
