@@ -40,7 +40,8 @@ constexpr int GROUP_PANELS = 8, RUN_TILES = 16;
 constexpr int64_t K_BLOCK = 128;  // contract: the length of a short chain; also the cache block
 constexpr int64_t K_SPAN = 4096, BLOCK_FLOATS = int64_t(1) << 20;
 static_assert(K_SPAN % K_BLOCK == 0, "a pause falls between two short chains");
-constexpr int64_t SMALL = 1 << 19;  // up to here one thread is done before two have met
+// Up to this much work one thread is done before two have met. Reading B costs as four rows do.
+constexpr int64_t SMALL = 1 << 21, B_ROWS = 4;
 
 constexpr int most_panels(int rows) { return std::min(GROUP_PANELS, ACCUMULATORS / rows); }
 
@@ -237,7 +238,7 @@ static void run_block(const Product& g, std::vector<float>& buffer) {
   bool direct = g.M == 1 && !g.A.bf16 && !g.A.transposed;
   if (!direct && (int64_t)buffer.size() < g.M * g.K) buffer.resize(g.M * g.K);
   const float* packed = direct ? (const float*)g.A.data : buffer.data();
-#pragma omp parallel num_threads(g.threads) if (g.M * g.N * g.K > SMALL)
+#pragma omp parallel num_threads(g.threads) if ((g.M + B_ROWS) * g.N * g.K > SMALL)
   {
     if (!direct) {
 #pragma omp for schedule(static)
@@ -247,7 +248,7 @@ static void run_block(const Product& g, std::vector<float>& buffer) {
         pack_tile(g.A, m, R, k0, std::min(g.K, k0 + K_BLOCK), buffer.data() + m * g.K + k0 * R);
       }
     }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t j = 0; j < groups * runs; j++) {
       int64_t group = j / runs, p0 = panels * group / groups, p1 = panels * (group + 1) / groups;
       int64_t t0 = j % runs * run;
@@ -306,7 +307,7 @@ extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, i
   using namespace ZM_NAMESPACE;
   using namespace ZM_NAMESPACE::gemm;
   int64_t count = (N + L - 1) / L;
-#pragma omp parallel for num_threads(threads) schedule(static) if (N * K > SMALL)
+#pragma omp parallel for num_threads(threads) schedule(static) if (B_ROWS * N * K > SMALL)
   for (int64_t p = 0; p < count; p++)
     for (int64_t k = 0; k < K; k++)
       for (int j = 0; j < L; j++) {
