@@ -106,10 +106,15 @@ def _culprit(
         left_digest=left,
         right_digest=right,
         difference=seen.difference,
-        ulp_histogram=seen.histogram,
+        ulp_histogram=dict(sorted(seen.histogram.items(), key=_bucket_start)),
         pattern=pattern(comparison, site),
         cause=conclude([*probes, *([order] if order else [])]),
     )
+
+
+def _bucket_start(bucket: tuple[str, int]) -> float:
+    start = bucket[0].partition("-")[0]
+    return int(start) if start.isdecimal() else float("inf")
 
 
 def pattern(comparison: Comparison, site: SiteComparison) -> Pattern:

@@ -32,6 +32,8 @@ from .compare import Comparison
 from .records import BitDifference, Probe
 from .trace import OUTPUT, Bools, Digests, Trace, Tracer
 
+MAX_SAMPLED = 300_000
+
 Probes = Callable[[SiteCall, int, Tensor, int], tuple[Probe, ...]]
 """(call, row, reference row [1, ...], rows in the reference's call) -> what the probes found."""
 
@@ -81,17 +83,12 @@ def _sources(trace: Trace, request: str) -> list[str]:
 
 @dataclass(slots=True)
 class _Rows:
-    """Reference rows of one site call; ``keys`` ascend."""
+    """Reference rows of one site call; ``keys`` ascend, one array for all sites that share them."""
 
     keys: NDArray[np.int64]
     tensor: Tensor
     digests: Mapping[str, Digests]
     rows: NDArray[np.int32]
-
-    def find(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], Bools]:
-        place = np.searchsorted(self.keys, keys)
-        place[place == len(self.keys)] = 0
-        return place, self.keys[place] == keys
 
 
 class _Watching:
@@ -124,6 +121,7 @@ class Reference(_Watching):
         super().__init__(limits)
         self._parts: dict[tuple[str, int], list[_Rows]] = {}
         self._joined: dict[tuple[str, int], _Rows] = {}
+        self._same_keys: dict[bytes, NDArray[np.int64]] = {}
 
     def on_site(self, call: SiteCall, /) -> Tensor | None:
         """Record digests, keep chosen rows; never replaces anything."""
@@ -150,7 +148,7 @@ class Reference(_Watching):
             keys, first = np.unique(np.concatenate([p.keys for p in parts]), return_index=True)
             slots = parts[0].digests
             self._joined[at] = _Rows(
-                keys=keys,
+                keys=self._same_keys.setdefault(keys.tobytes(), keys),
                 tensor=torch.cat([p.tensor for p in parts])[torch.from_numpy(first)],
                 digests={s: np.concatenate([p.digests[s] for p in parts])[first] for s in slots},
                 rows=np.concatenate([p.rows for p in parts])[first],
@@ -176,7 +174,11 @@ class Evidence:
 class Grafter(_Watching):
     """Observer that puts the reference's rows in the place of differing outputs.
 
+    Outputs whose dtype differs from the reference's cannot be replaced; what consumes them stays
+    unjudged.
+
     replace: names of the sites whose outputs are replaced; None for all.
+    sample: look at differing values (bits, ULP histogram over MAX_SAMPLED elements per site).
     probes: run once per site, at its first differing row.
     """
 
@@ -185,9 +187,12 @@ class Grafter(_Watching):
         reference: Reference,
         *,
         replace: frozenset[str] | None = None,
+        sample: bool = True,
         probes: Probes | None = None,
     ) -> None:
         super().__init__(reference.limits)
+        self._sample = sample
+        self._places: dict[int, tuple[NDArray[np.int64], Bools]] = {}
         self._reference = reference
         self._replace = replace
         self._probes = probes
@@ -199,19 +204,43 @@ class Grafter(_Watching):
         kept = self._reference.rows(call.site.name, call.call)
         if kept is None or not len(self._keys):
             return None
-        place, present = kept.find(self._keys)
+        place, present = self._find(kept.keys)
         differs = present & (digests[OUTPUT] != kept.digests[OUTPUT][place]).any(axis=1)
         if not differs.any():
             return None
-        convicting = differs & self._inputs_equal(digests, kept, place)
-        if convicting.any():
-            self._take_evidence(call, kept, place, np.flatnonzero(convicting))
-        if self._replace is not None and call.site.name not in self._replace:
+        alike = _kind(call.output) == _kind(kept.tensor)
+        if self._sample and self._wanted(call.site.name):
+            convicting = differs & self._inputs_equal(digests, kept, place)
+            if convicting.any() and alike:
+                self._take_evidence(call, kept, place, np.flatnonzero(convicting))
+            elif convicting.any():
+                self.evidence[call.site.name] = _other_kind(call.output, kept.tensor)
+        if not alike or (self._replace is not None and call.site.name not in self._replace):
             return None
         grafted = call.output.detach().clone()
         rows = torch.from_numpy(self.tracer.group.live[differs])
         grafted[rows] = kept.tensor[torch.from_numpy(place[differs])]
         return grafted
+
+    def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
+        """The engine says whose rows the next calls hold."""
+        super().begin_rows(step, rows)
+        self._places.clear()
+
+    def _find(self, keys: NDArray[np.int64]) -> tuple[NDArray[np.int64], Bools]:
+        """Index of each row at hand among the reference's keys, and whether it is there."""
+        if id(keys) not in self._places:
+            place = np.searchsorted(keys, self._keys)
+            place[place == len(keys)] = 0
+            self._places[id(keys)] = place, keys[place] == self._keys
+        return self._places[id(keys)]
+
+    def _wanted(self, site: str) -> bool:
+        """Whether more of this site's differences are to be sampled."""
+        seen = self.evidence.get(site)
+        return seen is None or (
+            seen.difference is not None and sum(seen.histogram.values()) < MAX_SAMPLED
+        )
 
     @staticmethod
     def _inputs_equal(
@@ -226,10 +255,12 @@ class Grafter(_Watching):
     def _take_evidence(
         self, call: SiteCall, kept: _Rows, place: NDArray[np.int64], which: NDArray[np.int64]
     ) -> None:
+        evidence = self.evidence.setdefault(call.site.name, Evidence())
+        room = MAX_SAMPLED - sum(evidence.histogram.values())
+        which = which[: max(1, room // max(1, call.output[0].numel()))]
         live = self.tracer.group.live[which]
         mine = call.output.detach()[torch.from_numpy(live)]
         theirs = kept.tensor[torch.from_numpy(place[which])]
-        evidence = self.evidence.setdefault(call.site.name, Evidence())
         for bucket, count in bits.ulp_histogram(mine, theirs).items():
             evidence.histogram[bucket] = evidence.histogram.get(bucket, 0) + count
         if evidence.difference is None:
@@ -238,6 +269,16 @@ class Grafter(_Watching):
                 row = int(live[0])
                 rows = int(kept.rows[place[which[0]]])
                 evidence.probes = self._probes(call, row, theirs[:1], rows)
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape[1:])}"
+
+
+def _other_kind(left: Tensor, right: Tensor) -> Evidence:
+    """Outputs of another dtype or shape cannot be grafted: what follows sees its own side's."""
+    result = f"each row is {_kind(left)} on the left, {_kind(right)} on the right"
+    return Evidence(probes=(Probe(name="dtype", result=result, decided="intermediate dtype"),))
 
 
 def first_bits(left: Tensor, right: Tensor) -> BitDifference | None:

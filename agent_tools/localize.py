@@ -204,7 +204,7 @@ class _Localization:
 
     def _confirm(self, reference: Reference, right: Trace, guilty: frozenset[str]) -> Confirmation:
         self.options.progress("left, only the culprits replaced")
-        grafter = Grafter(reference, replace=guilty)
+        grafter = Grafter(reference, replace=guilty, sample=False)
         left = self.left.traced(self.options.fault(grafter), grafter.tracer)
         comparison = Comparison(left, right)
         compared, differing, sites = 0, 0, []

@@ -14,7 +14,7 @@ from zeromismatch.agent_tools.cause import conclude
 from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.records import Divergence, Probe
 from zeromismatch.agent_tools.sides import Side
-from zeromismatch.model_recipes.models import LoadedModel
+from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.model_recipes.plan import Plan, aligned_plan
 from zeromismatch.trainer.engines import paged_batch
 from zeromismatch.trainer.engines.base import Request
@@ -186,6 +186,21 @@ def test_a_cache_write_that_is_lost_is_found_at_the_cache_write(
     assert {culprit.cause.name for culprit in writes} == {"stale or wrong state"}
     assert found.first_divergence is not None
     assert found.first_divergence.op_class == "kv_write"
+
+
+def test_a_table_of_another_dtype_is_named_and_what_uses_it_is_not_judged(
+    requests: tuple[Request, ...],
+) -> None:
+    model = load_model("tiny:llama", dtype="bfloat16")
+    sides = Side.parse("paged+stock:mixed"), Side.parse("packed+aligned:packed")
+    found = localize(*sides, model, requests[:2], options=Options(self_test=False))
+    table = next(culprit for culprit in found.culprits if culprit.op_class == "rotary_table")
+    assert table.cause.name == "intermediate dtype"
+    assert table.cause.detail == "each row is bfloat16 [96] on the left, float32 [96] on the right"
+    assert found.graft is not None
+    assert "model.layers.0.self_attn#rotary_q" in found.graft.unjudged
+    head = next(culprit for culprit in found.culprits if culprit.op_class == "lm_head")
+    assert head.cause.name == "intermediate dtype"
 
 
 def test_without_a_deciding_experiment_the_cause_is_unclassified_and_says_what_was_tried() -> None:
