@@ -232,6 +232,21 @@ def gated(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case
         )
 
 
+def softcap(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
+    data = _Data(contract, seed)
+    for t, v in sizes(quick, VOCABULARIES):
+        yield Case(
+            label=f"rows {t}, vocabulary {v}", arguments=(data.rows(t, v), 30.0), rows=(0,)
+        )
+
+
+def softcap_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
+    data = _Data(contract, seed)
+    for t, v in sizes(quick, VOCABULARIES):
+        arguments = (data.rows(t, v), data.rows(t, v), 30.0)
+        yield Case(label=f"rows {t}, vocabulary {v}", arguments=arguments, rows=(0, 1))
+
+
 def sampling(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data = _Data(contract, seed)
     for t, v in sizes(quick, VOCABULARIES):
@@ -254,14 +269,18 @@ def stock_linear(
 for _cases in (
     linear, lm_head, linear_grad_input, linear_grad_weight, linear_grad_bias, embedding,
     embedding_grad, logprob, logprob_grad, rmsnorm, rotary_table, rotary, activation, gated,
-    sampling,
+    softcap, softcap_grad, sampling,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases)
+for _name, _cases in {"activation_gelu": activation, "gated_gelu": gated}.items():
+    register_cases(_name, _cases)
 register_cases("attention", cases_attention.attention, device="cpu")
 for _cases in (
     cases_gradient.rmsnorm_grad, cases_gradient.activation_grad, cases_gradient.gated_grad,
     cases_gradient.attention_grad,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases, device="cpu")
+register_cases("activation_gelu_grad", cases_gradient.activation_grad, device="cpu")
+register_cases("gated_gelu_grad", cases_gradient.gated_grad, device="cpu")
 for _dtype in ("float32", "bfloat16"):
     register_stock(f"linear.chain.{_dtype}.cpu.v1", stock_linear)

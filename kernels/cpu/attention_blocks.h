@@ -1,4 +1,4 @@
-// The two inner loops of attention and its backward, and the softcap's tanh.
+// The two inner loops of attention and its backward.
 //
 //   score_rows       dot products of packed rows with pages of 16 keys: keys along the lanes, one
 //                    FMA chain over d
@@ -134,20 +134,6 @@ static void accumulate_rows(float* acc, int rows, const float* weight, int64_t w
       accumulate_columns<T, 2>(a, w, weight_stride, value, value_stride, dim, lo[r], hi[r]);
     else accumulate_columns<T, 1>(a, w, weight_stride, value, value_stride, dim, lo[r], hi[r]);
   }
-}
-
-// tanh.cpu.v1: odd polynomial below 0.625 (Cephes' tanhf), else 1 - 2 / (exp(2|x|) + 1).
-static inline f32x16 tanh(f32x16 x) {
-  f32x16 zero = splat(0.0f), one = splat(1.0f), size = max(x, sub(zero, x)), z = mul(x, x);
-  f32x16 p = splat(-5.70498872745e-3f);
-  p = fma(p, z, splat(2.06390887954e-2f));
-  p = fma(p, z, splat(-5.37397155531e-2f));
-  p = fma(p, z, splat(1.33314422036e-1f));
-  p = fma(p, z, splat(-3.33332819422e-1f));
-  f32x16 small = fma(mul(p, z), x, x);
-  f32x16 large = sub(one, div(splat(2.0f), add(exp(add(size, size)), one)));
-  large = select(less(x, zero), sub(zero, large), large);
-  return select(less(size, splat(0.625f)), small, large);
 }
 
 }  // namespace ZM_NAMESPACE

@@ -1,4 +1,4 @@
-// Row operators: RMSNorm, rotary, silu and their backward passes, fp32 and bf16 storage.
+// Row operators: RMSNorm, rotary, silu, gelu, softcap and their backward passes, fp32 and bf16.
 //
 // Every row is computed by one thread and reads nothing of its neighbours. Columns go through 16
 // lanes; a last chunk of fewer columns is padded with zeros and runs through the same lanes, so no
@@ -172,38 +172,86 @@ static inline void sincos64(double angle, double* cosine, double* sine) {
   *sine = quadrant >= 2 ? -even_s : even_s;
 }
 
-template <class T>
-static inline f32x16 silu_lanes(f32x16 x) {
-  return round_to<T>(div(x, add(splat(1.0f), exp(sub(splat(0.0f), x)))));
+// An activation is x / (1 + exp(-w)), its slope sig (1 + x (1 - sig) dw/dx),
+// sig = 1 / (1 + exp(-w)).
+struct Silu {  // w = x
+  static inline f32x16 top(f32x16 x) { return x; }
+  static inline f32x16 inside(f32x16 x) { return x; }
+  static inline f32x16 slope(f32x16 x, f32x16 sig) {
+    return mul(sig, fma(x, sub(splat(1.0f), sig), splat(1.0f)));
+  }
+};
+// gelu by tanh: 0.5 (1 + tanh u) = sig at w = 2 u, u = sqrt(2 / pi) (x + 0.044715 x^3). Beyond 100
+// the activation is saturated; the clamp keeps x^2 and its products finite and lets a NaN through.
+struct Gelu {
+  static inline f32x16 top(f32x16 x) { return max(splat(-100.0f), x); }
+  static inline f32x16 clamped(f32x16 x) { return max(splat(-100.0f), min(splat(100.0f), x)); }
+  static inline f32x16 inside(f32x16 x) {
+    f32x16 t = clamped(x);
+    return mul(t, mul(splat(1.5957691216f), fma(splat(0.044715f), mul(t, t), splat(1.0f))));
+  }
+  static inline f32x16 slope(f32x16 x, f32x16 sig) {
+    f32x16 t = clamped(x);
+    f32x16 d = mul(splat(1.5957691216f), fma(splat(0.134145f), mul(t, t), splat(1.0f)));
+    return mul(sig, fma(mul(t, sub(splat(1.0f), sig)), d, splat(1.0f)));
+  }
+};
+template <class A>
+static inline f32x16 one_plus_exp(f32x16 x) {
+  return add(splat(1.0f), exp(sub(splat(0.0f), A::inside(x))));
 }
-// d silu(x) / dx = sig (1 + x (1 - sig))
-static inline f32x16 silu_slope(f32x16 x) {
-  f32x16 sig = div(splat(1.0f), add(splat(1.0f), exp(sub(splat(0.0f), x))));
-  return mul(sig, fma(x, sub(splat(1.0f), sig), splat(1.0f)));
+template <class A, class T>
+static inline f32x16 activated(f32x16 x) {
+  return round_to<T>(div(A::top(x), one_plus_exp<A>(x)));
 }
 
-template <class T>
-static void silu_all(const T* gate, const T* up, T* y, int64_t count, int threads) {
+template <class A, class T>
+static void gated_all(const T* gate, const T* up, T* y, int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) if (count > 16384)
   for (int64_t i = 0; i < count; i += L) {
     int64_t n = count - i;
-    f32x16 s = silu_lanes<T>(load_n(gate + i, n));
+    f32x16 s = activated<A, T>(load_n(gate + i, n));
     store_n(y + i, up ? mul(s, load_n(up + i, n)) : s, n);
   }
 }
 
-template <class T>
-static void silu_backward_all(const T* dy, const T* gate, const T* up, T* dgate, T* dup,
-                              int64_t count, int threads) {
+template <class A, class T>
+static void gated_backward_all(const T* dy, const T* gate, const T* up, T* dgate, T* dup,
+                               int64_t count, int threads) {
 #pragma omp parallel for num_threads(threads) if (count > 16384)
   for (int64_t i = 0; i < count; i += L) {
     int64_t n = count - i;
     f32x16 d = load_n(dy + i, n), g = load_n(gate + i, n);
     if (up) {
-      store_n(dup + i, mul(d, silu_lanes<T>(g)), n);
+      store_n(dup + i, mul(d, activated<A, T>(g)), n);
       d = round_to<T>(mul(d, load_n(up + i, n)));
     }
-    store_n(dgate + i, mul(d, silu_slope(g)), n);
+    f32x16 sig = div(splat(1.0f), one_plus_exp<A>(g));
+    store_n(dgate + i, mul(d, A::slope(g, sig)), n);
+  }
+}
+
+template <class T>
+static void silu_or_gelu(bool gelu, const T* gate, const T* up, T* y, int64_t count, int threads) {
+  gelu ? gated_all<Gelu>(gate, up, y, count, threads)
+       : gated_all<Silu>(gate, up, y, count, threads);
+}
+template <class T>
+static void silu_or_gelu_backward(bool gelu, const T* dy, const T* gate, const T* up, T* dgate,
+                                  T* dup, int64_t count, int threads) {
+  gelu ? gated_backward_all<Gelu>(dy, gate, up, dgate, dup, count, threads)
+       : gated_backward_all<Silu>(dy, gate, up, dgate, dup, count, threads);
+}
+
+// y = cap tanh(x / cap); with dy instead of null: dy (1 - tanh^2).
+static void softcap_all(const float* dy, const float* x, float* y, float cap, int64_t count,
+                        int threads) {
+#pragma omp parallel for num_threads(threads) if (count > 16384)
+  for (int64_t i = 0; i < count; i += L) {
+    int64_t n = count - i;
+    f32x16 t = tanh(div(load_n(x + i, n), splat(cap)));
+    f32x16 v = dy ? mul(load_n(dy + i, n), fnma(t, t, splat(1.0f))) : mul(splat(cap), t);
+    store_n(y + i, v, n);
   }
 }
 
@@ -269,15 +317,24 @@ void ZM_EXPORT(exp)(const float* x, float* y, int64_t count) {
     store_n(y + i, ZM_NAMESPACE::exp(load_n(x + i, count - i)), count - i);
 }
 
-void ZM_EXPORT(silu)(const void* gate, const void* up, void* y, int64_t count, int64_t bf16,
-                     int64_t threads) {
-  ZM_BY_STORAGE(bf16, silu_all<T>((const T*)gate, (const T*)up, (T*)y, count, (int)threads));
+// gelu: whether the activation is gelu instead of silu.
+void ZM_EXPORT(gated)(const void* gate, const void* up, void* y, int64_t count, int64_t gelu,
+                      int64_t bf16, int64_t threads) {
+  ZM_BY_STORAGE(bf16, silu_or_gelu<T>(gelu, (const T*)gate, (const T*)up, (T*)y, count,
+                                      (int)threads));
 }
 
-void ZM_EXPORT(silu_backward)(const void* dy, const void* gate, const void* up, void* dgate,
-                              void* dup, int64_t count, int64_t bf16, int64_t threads) {
-  ZM_BY_STORAGE(bf16, silu_backward_all<T>((const T*)dy, (const T*)gate, (const T*)up, (T*)dgate,
-                                           (T*)dup, count, (int)threads));
+void ZM_EXPORT(gated_backward)(const void* dy, const void* gate, const void* up, void* dgate,
+                               void* dup, int64_t count, int64_t gelu, int64_t bf16,
+                               int64_t threads) {
+  ZM_BY_STORAGE(bf16, silu_or_gelu_backward<T>(gelu, (const T*)dy, (const T*)gate, (const T*)up,
+                                               (T*)dgate, (T*)dup, count, (int)threads));
+}
+
+// dy null: the capped values; else the gradient that passes.
+void ZM_EXPORT(softcap)(const float* dy, const float* x, float* y, float cap, int64_t count,
+                        int64_t threads) {
+  ZM_NAMESPACE::softcap_all(dy, x, y, cap, count, (int)threads);
 }
 
 }  // extern "C"

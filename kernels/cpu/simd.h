@@ -207,6 +207,20 @@ static inline f32x16 exp(f32x16 x) {
   return mul(p, pow2i(n));
 }
 
+// tanh.cpu.v1: odd polynomial below 0.625 (Cephes' tanhf), else 1 - 2 / (exp(2|x|) + 1).
+static inline f32x16 tanh(f32x16 x) {
+  f32x16 zero = splat(0.0f), one = splat(1.0f), size = max(x, sub(zero, x)), z = mul(x, x);
+  f32x16 p = splat(-5.70498872745e-3f);
+  p = fma(p, z, splat(2.06390887954e-2f));
+  p = fma(p, z, splat(-5.37397155531e-2f));
+  p = fma(p, z, splat(1.33314422036e-1f));
+  p = fma(p, z, splat(-3.33332819422e-1f));
+  f32x16 small = fma(mul(p, z), x, x);
+  f32x16 large = sub(one, div(splat(2.0f), add(exp(add(size, size)), one)));
+  large = select(less(x, zero), sub(zero, large), large);
+  return select(less(size, splat(0.625f)), small, large);
+}
+
 // Sum of 16 lanes by halving: (i) + (i + 8), then +4, +2, +1 ("lanes16.tree.v1").
 static inline float sum_lanes(f32x16 x) {
   alignas(64) float t[16];
