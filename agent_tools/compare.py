@@ -108,18 +108,19 @@ class Comparison:
         self, key: ColumnKey, left_slots: frozenset[str], right_slots: frozenset[str]
     ) -> SiteComparison:
         left, right = self.left.columns[key], self.right.columns[key]
-        inputs = {
-            slot: self._join(key._replace(slot=slot))
+        common = [
+            slot
             for slot in sorted(left_slots & right_slots)
-            if slot != OUTPUT
-        }
+            if self.left.columns[key._replace(slot=slot)].rows is left.rows
+        ]  # an input that was not there at every call of the site is none that was compared
+        inputs = {s: self._join(key._replace(slot=s)) for s in common if s != OUTPUT}
         state_equal = np.ones(len(left.rows), np.bool_)
         if left.op_class in STATE_CLASSES:
             state_equal = self._state_equal(key, [s for s in inputs if s not in QUERY_SLOTS])
         return SiteComparison(
             site=key.site, call=key.call, op_class=left.op_class,
             contracts=(left.contract, right.contract), rows=left.rows, output=self._join(key),
-            inputs=inputs, one_sided=tuple(sorted(left_slots ^ right_slots)),
+            inputs=inputs, one_sided=tuple(sorted((left_slots | right_slots) - set(common))),
             state_equal=state_equal,
         )  # fmt: skip
 

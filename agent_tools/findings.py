@@ -40,7 +40,10 @@ def logprob_report(
     own, other = left.samples.logprob_bits[at_left], right.samples.logprob_bits[at_right]
     differs = own != other
     sampled = mask[common >> 32, common & 0xFFFFFFFF]
-    gap = other.view(np.float32).astype(np.float64) - own.view(np.float32).astype(np.float64)
+    values = own.view(np.float32).astype(np.float64), other.view(np.float32).astype(np.float64)
+    finite = np.isfinite(values[0]) & np.isfinite(values[1])
+    gap = (values[1] - values[0])[finite]
+    odd = None if finite.all() else int((~finite).argmax())
     first = int(differs.argmax()) if differs.any() else None
     return LogprobReport(
         compared=len(common),
@@ -53,11 +56,17 @@ def logprob_report(
         mean=float(gap.mean()) if len(gap) else 0.0,
         std=float(gap.std()) if len(gap) else 0.0,
         k3=float((np.expm1(gap) - gap).mean()) if len(gap) else 0.0,
+        nonfinite=int((~finite).sum()),
+        first_nonfinite=None if odd is None else _name(left, common[odd]),
         first_request=None if first is None else left.requests[common[first] >> 32].id,
         first_position=None if first is None else int(common[first] & 0xFFFFFFFF),
         first_left_bits=None if first is None else f"{int(own[first]) & 0xFFFFFFFF:08x}",
         first_right_bits=None if first is None else f"{int(other[first]) & 0xFFFFFFFF:08x}",
     )
+
+
+def _name(trace: Trace, key: np.int64) -> str:
+    return f"request {trace.requests[key >> 32].id}, position {int(key & 0xFFFFFFFF)}"
 
 
 def _sample_keys(trace: Trace, reference: Trace) -> NDArray[np.int64]:

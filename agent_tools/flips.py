@@ -9,7 +9,7 @@ flipped weight bits change no output at all. ``localize`` proves both before its
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +59,7 @@ class FlipBit:
 
 
 @contextlib.contextmanager
-def flipped_weight(module: nn.Module, name: str, element: int, bit: int = 0) -> Iterator[None]:
+def flipped_weight(module: nn.Module, name: str, element: int, bit: int = 0) -> Generator[None]:
     """Flip one bit of a parameter or buffer in place; flip it back on leaving."""
     tensors = dict([*module.named_parameters(), *module.named_buffers()])
     if name not in tensors:

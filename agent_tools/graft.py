@@ -27,9 +27,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..kernels import bits
+from ..kernels.errors import BudgetError
 from ..trainer.engines.base import SiteCall
 from .compare import Comparison
 from .records import BitDifference, Probe
+from .sides import closure
 from .trace import OUTPUT, Bools, Digests, Trace, Tracer
 
 MAX_SAMPLED = 300_000
@@ -50,11 +52,16 @@ def choose_rows(comparison: Comparison, memory_bytes: int) -> tuple[dict[str, in
     limits: dict[str, int] = {}
     room = memory_bytes // max(1, per_row)
     for name in _by_difference(comparison):
-        for request in [*_sources(comparison.left, name), name]:
+        for request in reversed(closure([comparison.left.executed], [name])):
             take = min(lengths[request] - limits.get(request, 0), room)
             if take > 0:
                 limits[request] = limits.get(request, 0) + take
                 room -= take
+    if not limits:
+        raise BudgetError(
+            f"one token's reference takes {per_row / 1e6:.1f} MB and the memory budget is "
+            f"{memory_bytes / 1e6:.1f} MB; raise the budget"
+        )
     return limits, sum(limits.values()) * per_row
 
 
@@ -74,11 +81,6 @@ def _by_difference(comparison: Comparison) -> list[str]:
         rows = site.rows[site.output.state > 0]
         np.add.at(differing, comparison.left.table.request[rows], 1)
     return [requests[index].id for index in np.argsort(-differing, kind="stable")]
-
-
-def _sources(trace: Trace, request: str) -> list[str]:
-    hits = [event for event in trace.executed.events if hasattr(event, "source")]
-    return [event.source for event in hits if event.request == request and event.source != request]
 
 
 @dataclass(slots=True)

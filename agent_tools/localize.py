@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ..model_recipes.models import LoadedModel
 from ..model_recipes.plan import Plan
@@ -274,7 +275,7 @@ class _Localization:
         anchor: Anchor,
         coverage: Coverage | None = None,
         logprobs: LogprobReport | None = None,
-        **found: object,
+        **found: Any,
     ) -> Divergence:
         return Divergence(
             status=status,

@@ -194,7 +194,7 @@ class Coverage(Record):
 class LogprobReport(Record):
     """Scored tokens. The bit count decides; the other figures (fp64) are for information.
 
-    difference = right - left; k3 = mean(exp(d) - 1 - d).
+    difference = right - left over finite pairs; k3 = mean(exp(d) - 1 - d).
     """
 
     compared: int
@@ -208,6 +208,9 @@ class LogprobReport(Record):
     mean: float
     std: float
     k3: float
+    nonfinite: int = 0
+    first_nonfinite: str | None = None
+    """Where a logprob of either side is NaN or infinite."""
     first_request: str | None = None
     first_position: int | None = None
     first_left_bits: str | None = None

@@ -11,7 +11,7 @@ the model for that time only, so that both sides may share one model.
 """
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -109,7 +109,7 @@ class Runner:
     seconds: float = 0.0
 
     @contextmanager
-    def engine(self) -> Iterator[AnyEngine]:
+    def engine(self) -> Generator[AnyEngine]:
         """The engine with its plan applied, until the block ends."""
         plan = self.side.plan or self.plan
         engine = make_engine(

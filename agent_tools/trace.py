@@ -210,11 +210,6 @@ class Tracer:
         """The rows of the call that is being recorded."""
         return self._groups[-1]
 
-    @property
-    def request_ids(self) -> Mapping[str, int]:
-        """Request id -> its index in ``group.request``."""
-        return self._ids
-
     def record(self, call: SiteCall) -> dict[str, Digests]:
         """Digest inputs and output; returns them by slot, one int64 pair per live row."""
         columns = self._known.get((id(call.site), call.call)) or self._meet(call)

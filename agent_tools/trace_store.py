@@ -184,11 +184,10 @@ def _part(arrays: dict[str, Any], prefix: str) -> dict[str, Any]:
 
 def _request(entry: dict[str, Any]) -> Request:
     sampling = entry["sampling"] | {"stop_ids": tuple(entry["sampling"]["stop_ids"])}
-    return Request(
-        **entry | {
-            "tokens": tuple(entry["tokens"]),
-            "sampled_mask": tuple(entry["sampled_mask"]),
-            "turns": tuple((start, stop) for start, stop in entry["turns"]),
-            "sampling": Sampling(**sampling),
-        }
-    )  # fmt: skip
+    fields: dict[str, Any] = entry | {
+        "tokens": tuple(entry["tokens"]),
+        "sampled_mask": tuple(entry["sampled_mask"]),
+        "turns": tuple((start, stop) for start, stop in entry["turns"]),
+        "sampling": Sampling(**sampling),
+    }
+    return Request(**fields)

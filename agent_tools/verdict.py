@@ -8,7 +8,9 @@ where their inputs happen to be equal; ``localize`` grafts and finds them all.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
+from ..kernels.errors import NonFiniteError
 from .anchor import prove_alignment
 from .compare import Comparison
 from .findings import culprits, group, logprob_report
@@ -18,30 +20,30 @@ from .trace import Trace
 
 def compare_traces(left: Trace, right: Trace, *, coverage: float = 0.8) -> Divergence:
     """Compare two finished traces. coverage: share of operators needed on both sides."""
-    common = {
-        "model": left.model,
-        "dtype": str(left.environment.get("dtype", "unknown")),
-        "left": side_record(left, left.engine),
-        "right": side_record(right, right.engine),
-        "anchor": prove_alignment(left, right),
-    }
-    misalignment = common["anchor"].misalignment
-    if misalignment is not None:
-        return Divergence(status="MISALIGNED", reason=misalignment.message, **common)
+    anchor = prove_alignment(left, right)
+
+    def verdict(status: Status, reason: str, **found: Any) -> Divergence:
+        return Divergence(
+            status=status, reason=reason, model=left.model,
+            dtype=str(left.environment.get("dtype", "unknown")), anchor=anchor,
+            left=side_record(left, left.engine), right=side_record(right, right.engine), **found,
+        )  # fmt: skip
+
+    if anchor.misalignment is not None:
+        return verdict("MISALIGNED", anchor.misalignment.message)
     comparison = Comparison(left, right)
     seen, logprobs = comparison.coverage(coverage), logprob_report(left, right)
-    common |= {"coverage": seen, "logprobs": logprobs}
+    compared = {"coverage": seen, "logprobs": logprobs}
     lacking = too_little(seen, logprobs)
     if lacking:
-        return Divergence(status="INCONCLUSIVE", reason=lacking, **common)
+        return verdict("INCONCLUSIVE", lacking, **compared)
     if not (seen.differing_rows or seen.differing_inputs or logprobs.differing):
-        return Divergence(status="EQUAL", reason=equal_reason(seen, logprobs), **common)
+        return verdict("EQUAL", equal_reason(seen, logprobs), **compared)
     found = culprits(comparison, {}, {})
     status, reason = judge(found, seen, logprobs)
-    return Divergence(
-        status=status, reason=reason, first_divergence=comparison.first(), culprits=found,
-        groups=group(found), notes=("nothing was grafted: later culprits may be missing",),
-        **common,
+    return verdict(
+        status, reason, first_divergence=comparison.first(), culprits=found, groups=group(found),
+        notes=("nothing was grafted: later culprits may be missing",), **compared,
     )  # fmt: skip
 
 
@@ -57,7 +59,12 @@ def side_record(
 
 
 def equal_reason(coverage: Coverage, logprobs: LogprobReport) -> str:
-    """What EQUAL rests on."""
+    """What EQUAL rests on; NonFiniteError where both sides agree on something that is no number."""
+    if logprobs.nonfinite:
+        raise NonFiniteError(
+            f"{logprobs.nonfinite} logprobs are not finite on both sides, first at "
+            f"{logprobs.first_nonfinite}; check the weights and the request there"
+        )
     return (
         f"all {logprobs.compared} scored tokens and all {coverage.rows} operator rows have equal "
         "bits"

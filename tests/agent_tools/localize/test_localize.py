@@ -15,7 +15,7 @@ from zeromismatch.agent_tools.sides import Runner, Side
 from zeromismatch.agent_tools.trace import Trace, Tracer
 from zeromismatch.agent_tools.trace_store import load_trace
 from zeromismatch.agent_tools.verdict import compare_traces
-from zeromismatch.kernels.errors import DiskError
+from zeromismatch.kernels.errors import BudgetError, DiskError, NonFiniteError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.trainer.engines.base import Observer, Request, SiteCall
 
@@ -159,6 +159,24 @@ def test_a_single_token_scores_nothing_and_is_inconclusive(
     assert found.status == "INCONCLUSIVE"
     assert found.exit_code == 3
     assert "0 scored tokens" in found.reason
+
+
+def test_a_memory_budget_below_one_token_is_refused(
+    model: LoadedModel, requests: tuple[Request, ...]
+) -> None:
+    options = Options(causes=False, self_test=False, memory_bytes=1000)
+    with pytest.raises(BudgetError, match="raise the budget"):
+        run("transformers:decode", "transformers:alone", model, requests, "stock", options)
+
+
+def test_equal_logprobs_that_are_no_numbers_are_refused_and_named(
+    requests: tuple[Request, ...],
+) -> None:
+    broken = load_model("tiny:llama")
+    with torch.no_grad():
+        broken.module.get_parameter("model.norm.weight")[7] = float("nan")
+    with pytest.raises(NonFiniteError, match="first at request random-00, position 1"):
+        run("paged", "packed", broken, requests[:1])
 
 
 class Wavering:
