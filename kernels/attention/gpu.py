@@ -12,6 +12,7 @@ NaN included, never reaches a result.
 Legend: T query rows, H query heads, HK kv heads, G = H / HK, D head size, B requests.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -30,6 +31,7 @@ from .gpu_table import (
     DQ,
     DQ_KEYS,
     HEAD_SIZES,
+    HOPPER_QUERIES,
     SPLIT,
     SPLIT_KEYS,
     WALK,
@@ -219,7 +221,9 @@ def _split(
     shape = SPLIT_KEYS[width]
     part = torch.empty(chunks * kv_heads * rows, width, device=q.device)
     part_m, part_l = (torch.empty(chunks * kv_heads * rows, device=q.device) for _ in range(2))
-    programs = min(num_multiprocessors(q.device.index) * shape.per_sm, chunks * kv_heads)
+    sms, items = num_multiprocessors(q.device.index), chunks * kv_heads
+    per_sm = shape.per_sm if items > 4 * sms else min(2, shape.per_sm)
+    programs = min(sms * per_sm, items)
     gpu_kernels.attention_split_kernel[(programs,)](
         q, k, v, part, part_m, part_l, query_start, kv_len, table, split_start, kv_len.numel(), kv_heads,
         q.stride(0), kv_heads * size, size, table.stride(0), scale, scale * LOG2E,
@@ -294,10 +298,55 @@ def packed_attention_op(
     kv_len = query_start.diff()
     work = schedule(query_start, kv_len, tokens=q.shape[0], group=q.shape[1] // k.shape[1], head_dim=q.shape[2],
                     max_kv=q.shape[0], window=window, split=False)  # fmt: skip
+    if _hopper_serves(q, window, softcap, sinks):
+        _hopper(q, k, v, o, lse, query_start, work, scale)
+        return o, lse
     table = query_start[None]
     _walk(q, k, v, o, lse, (query_start, kv_len, table), query_start, work.walk_start, work.tiles,
           (scale, window, softcap, sinks))  # fmt: skip
     return o, lse
+
+
+def _hopper_serves(q: Tensor, window: int, softcap: float, sinks: Tensor | None) -> bool:
+    return q.shape[2] == 128 and not window and not softcap and sinks is None and _has_gluon()
+
+
+@functools.cache
+def _has_gluon() -> bool:
+    """Gluon is experimental in Triton: the kernel is used with the release it was proved with."""
+    import triton
+
+    return triton.__version__.startswith("3.6.") and not triton.knobs.runtime.interpret
+
+
+def _hopper(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, query_start: Tensor, work: Work, scale: float
+) -> None:
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    from . import gpu_hopper, gpu_kernels
+
+    tokens, heads, size = q.shape
+    kv_heads, keys, requests = k.shape[1], block_keys(size), query_start.numel() - 1
+    width = kv_heads * size
+    key_start = query_start
+    if requests > 1:
+        blocks = tokens // keys + requests
+        aligned_k, aligned_v = (torch.empty(blocks * keys, width, dtype=q.dtype, device=q.device) for _ in range(2))
+        gpu_kernels.align_keys_kernel[(blocks, keys // 16)](
+            k, v, aligned_k, aligned_v, query_start, work.walk_start, requests, width, width,
+            BN=keys, ROWS=16, BW=1 << (width - 1).bit_length(), num_warps=8)
+        k, v, key_start = aligned_k, aligned_v, work.walk_start * keys
+    layout = gl.NVMMASharedLayout(128, 16, 2)
+    describe = lambda x, columns, rows: TensorDescriptor(  # noqa: E731
+        x, [x.shape[0], columns], [columns, 1], [rows, size], layout)
+    gpu_hopper.attention_hopper_kernel[(heads, work.tiles)](
+        describe(q, heads * size, HOPPER_QUERIES // 2), describe(k, width, keys), describe(v, width, keys),
+        o, lse, query_start, key_start, work.walk_start, requests, o.stride(0), lse.stride(0), scale * LOG2E,
+        G=heads // kv_heads, BM=HOPPER_QUERIES, BN=keys, P=SPLIT, D=size, STAGES=2,
+        num_warps=4, maxnreg=168, enable_fp_fusion=False,
+    )  # fmt: skip
 
 
 @packed_attention_op.register_fake
@@ -320,7 +369,7 @@ def backward(
     if not q.numel():
         return dq, dk, dv, delta
     lengths = query_start.diff()
-    rows = max(1, 2048 // width)
+    rows = 4 * max(1, 256 // width)
     gpu_backward_kernels.attention_delta_kernel[(-(-tokens * heads // rows),)](
         o, do, delta, tokens, heads, R=rows, D=size, BD=width, num_warps=4, enable_fp_fusion=False)
     common = (scale, scale * LOG2E)

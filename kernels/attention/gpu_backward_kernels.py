@@ -12,7 +12,7 @@ Legend: T tokens, H query heads, HK kv heads, G = H / HK, D head size, BM querie
 import triton
 import triton.language as tl
 
-from ..gpu.tree import row_tree
+from ..gpu.tree import row_sum
 from .gpu_kernels import LOG2E, _find, _scores
 
 
@@ -26,7 +26,7 @@ def attention_delta_kernel(
     mask = (items < T * H)[:, None] & (dims < D)[None, :]
     o = tl.load(o_ptr + items[:, None] * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
     do = tl.load(do_ptr + items[:, None] * D + dims[None, :], mask=mask, other=0.0).to(tl.float32)
-    tl.store(delta_ptr + items % H * T + items // H, row_tree(o * do, R, BD), mask=items < T * H)
+    tl.store(delta_ptr + items % H * T + items // H, row_sum(o * do, R, BD, 8), mask=items < T * H)
 
 
 @triton.jit

@@ -346,3 +346,25 @@ def write_kv_kernel(
     mask = lanes < width
     tl.store(k_cache_ptr + slot * width + lanes, tl.load(k_ptr + token * stride_k + lanes, mask=mask), mask=mask)
     tl.store(v_cache_ptr + slot * width + lanes, tl.load(v_ptr + token * stride_v + lanes, mask=mask), mask=mask)
+
+
+@triton.jit
+def align_keys_kernel(
+    k_ptr, v_ptr, k_out_ptr, v_out_ptr, query_start_ptr, block_start_ptr, B, width, stride,
+    BN: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr,
+):
+    """Packed keys to storage where each request begins at a multiple of BN rows, zero-filled behind its end."""
+    block = tl.program_id(0)
+    if block >= tl.load(block_start_ptr + B):
+        return
+    b = _find(block_start_ptr, B, block)
+    start = tl.load(query_start_ptr + b)
+    length = tl.load(query_start_ptr + b + 1) - start
+    local = (block - tl.load(block_start_ptr + b)) * BN + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    cols = tl.arange(0, BW)
+    source = (start + local).to(tl.int64)[:, None] * stride + cols[None, :]
+    target = (block * BN + tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None] * width + cols[None, :]
+    live = (local < length)[:, None] & (cols < width)[None, :]
+    keep = (cols < width)[None, :] & (local >= 0)[:, None]
+    tl.store(k_out_ptr + target, tl.load(k_ptr + source, mask=live, other=0.0), mask=keep)
+    tl.store(v_out_ptr + target, tl.load(v_ptr + source, mask=live, other=0.0), mask=keep)

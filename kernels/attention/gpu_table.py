@@ -29,9 +29,10 @@ class Shape:
     per_sm: int = 1
 
 
+HOPPER_QUERIES = 128  # two warpgroups of 64; equals the walk's tile, whose work list it reads
 WALK = {64: Shape(128, 8, 3), 128: Shape(128, 8, 2), 256: Shape(64, 8, 2)}
-SPLIT_KEYS = {64: Shape(16, 4, 3, 3), 128: Shape(16, 4, 3, 1), 256: Shape(16, 4, 2, 2)}
-DKV = {64: Shape(64, 8, 3), 128: Shape(64, 8, 2), 256: Shape(32, 8, 1)}
-DQ = {64: Shape(128, 8, 3), 128: Shape(128, 8, 2), 256: Shape(64, 8, 1)}
-DKV_KEYS = {64: 128, 128: 128, 256: 64}
+SPLIT_KEYS = {64: Shape(16, 4, 2, 4), 128: Shape(16, 4, 2, 3), 256: Shape(16, 4, 2, 2)}
+DKV = {64: Shape(64, 4, 3), 128: Shape(64, 4, 2), 256: Shape(32, 8, 1)}
+DQ = {64: Shape(64, 4, 3), 128: Shape(64, 4, 2), 256: Shape(64, 8, 1)}
+DKV_KEYS = {64: 64, 128: 64, 256: 64}
 DQ_KEYS = {64: 64, 128: 64, 256: 32}

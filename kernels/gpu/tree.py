@@ -1,9 +1,15 @@
-"""Sums whose order is written out, for Triton kernels.
+"""Row sums with one defined order, for Triton kernels.
 
-``tl.sum`` leaves the order to the layout, which follows warps, block size and even pointer alignment.
-These trees pair neighbours by index through reshape and split, so the order belongs to the source.
+``tl.sum`` leaves the order to the layout, which follows warps, block size and even pointer alignment. The
+order here is written down by index: first groups of VEC neighbours as a tree of neighbouring pairs, then
+the W / VEC group sums as a tree of halves (i with i + n / 2, then i with i + n / 4, ...).
 
-    row_tree(v[R, W])    s = (v0 + v1) + (v2 + v3) ...: neighbours first; W a power of two
+    row_sum(v[R, W], R, W, VEC) -> [R]
+    tile_sum(v[R * N, W], R, N, W, VEC) -> [R]     blocks b and b + N / 2 first, down to 4; row_sum; then halves
+
+Every addition is a reshape and a split. VEC neighbours lie in one thread where W is one warp's vector load
+(16 bytes a thread), so the first levels move nothing and 32 sums or fewer are left; wider rows are first
+summed into W lanes. A tree over a whole row would make the compiler give each thread a copy of it.
 """
 
 import triton
@@ -11,30 +17,60 @@ import triton.language as tl
 
 
 @triton.jit
-def _pairs(v, R: tl.constexpr, W: tl.constexpr):
-    low, high = tl.split(tl.reshape(v, (R, W // 2, 2)))
+def _neighbours(v, R: tl.constexpr, N: tl.constexpr, VEC: tl.constexpr):
+    low, high = tl.split(tl.reshape(v, (R, N, VEC // 2, 2)))
     return low + high
 
 
 @triton.jit
-def row_tree(v, R: tl.constexpr, W: tl.constexpr):
-    """[R, W] -> [R]; W a power of two from 2 to 256. Zero padding is exact.
-
-    Wider rows are first summed into 256 lanes: the compiler gives each thread a whole row of the tree.
-    """
-    if W >= 256:
-        v = _pairs(v, R, 256)
-    if W >= 128:
-        v = _pairs(v, R, 128)
-    if W >= 64:
-        v = _pairs(v, R, 64)
-    if W >= 32:
-        v = _pairs(v, R, 32)
-    if W >= 16:
-        v = _pairs(v, R, 16)
-    if W >= 8:
-        v = _pairs(v, R, 8)
-    if W >= 4:
-        v = _pairs(v, R, 4)
-    low, high = tl.split(tl.reshape(v, (R, 2)))
+def _halves(v, R: tl.constexpr, N: tl.constexpr):
+    low, high = tl.split(tl.permute(tl.reshape(v, (R, 2, N // 2)), (0, 2, 1)))
     return low + high
+
+
+@triton.jit
+def row_sum(v, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
+    """[R, W] -> [R]; W / VEC is a power of two up to 32, VEC is 2, 4 or 8. Zero padding is exact."""
+    N: tl.constexpr = W // VEC
+    if VEC >= 8:
+        v = _neighbours(v, R, N, 8)
+    if VEC >= 4:
+        v = _neighbours(v, R, N, 4)
+    v = tl.reshape(_neighbours(v, R, N, 2), (R, N))
+    if N >= 32:
+        v = _halves(v, R, 32)
+    if N >= 16:
+        v = _halves(v, R, 16)
+    if N >= 8:
+        v = _halves(v, R, 8)
+    if N >= 4:
+        v = _halves(v, R, 4)
+    if N >= 2:
+        v = _halves(v, R, 2)
+    return tl.reshape(v, (R,))
+
+
+@triton.jit
+def _fold(v, R: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
+    low, high = tl.split(tl.permute(tl.reshape(v, (R, 2, N // 2, W)), (0, 2, 3, 1)))
+    return tl.reshape(low + high, (R * (N // 2), W))
+
+
+@triton.jit
+def tile_sum(v, R: tl.constexpr, N: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
+    """R rows, each of N blocks of W columns: [R * N, W] -> [R]; N a power of two up to 64."""
+    if N >= 64:
+        v = _fold(v, R, 64, W)
+    if N >= 32:
+        v = _fold(v, R, 32, W)
+    if N >= 16:
+        v = _fold(v, R, 16, W)
+    if N >= 8:
+        v = _fold(v, R, 8, W)
+    LEFT: tl.constexpr = 4 if N > 4 else N
+    s = tl.reshape(row_sum(v, R * LEFT, W, VEC), (R, LEFT))
+    if LEFT >= 4:
+        s = _halves(s, R, 4)
+    if LEFT >= 2:
+        s = _halves(s, R, 2)
+    return tl.reshape(s, (R,))

@@ -5,7 +5,7 @@
 The accumulator of an output is a single chain of matrix instructions over 16-wide groups of the
 reduced axis, ascending; nothing here splits that axis. So tiles, warps, stages, grid order, loads
 (pointer or tensor descriptor) and operand swap are schedule, and all of these kernels have the same
-bits on Hopper (``benchmarks/gpu_bits.py`` measures it). A zero-filled tail of the reduced axis adds
+bits on Hopper (``tests/kernels/device`` proves it). A zero-filled tail of the reduced axis adds
 exact zeros.
 
 Shapes: ``a`` is [M, K] (or [K, M] when A_T), ``b`` is [N, K] (or [K, N] when B_T), ``c`` is [M, N].

@@ -1,4 +1,4 @@
-"""Launch shapes of class L's own kernels: data, made by ``benchmarks/gpu_tune.py`` on an H200.
+"""Launch shapes of class L's own kernels: data, measured on an H200.
 
 Schedule only: every entry has the same bits. The choice goes by the row count, because that is what
 fills the chip; no entry splits the reduced axis.

@@ -24,8 +24,7 @@ from ..gpu.device import aligned, missing, require
 from ..linear.gpu import gemm
 
 BLOCK = 4096
-LANES = 256
-ROWS_PER_PROGRAM = 4
+LANES = 128
 ROWS = 2048
 CHUNK = 16384
 _GRADIENT_BLOCK = 2048
@@ -42,13 +41,11 @@ def _forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tens
     if not rows:
         return lp, row_max, log_sum
     block_max, block_sum = (torch.empty(rows, blocks, device=logits.device) for _ in range(2))
-    step = _MAX_ROWS * ROWS_PER_PROGRAM
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        count = logits[part].shape[0]
-        gpu_kernels.logprob_block_kernel[(blocks, -(-count // ROWS_PER_PROGRAM))](
-            logits[part], temperature[part], block_max[part], block_sum[part], count, vocabulary, blocks,
-            logits.stride(0), BV=BLOCK, R=ROWS_PER_PROGRAM, W=LANES, num_warps=4, enable_fp_fusion=False,
+    for start in range(0, rows, _MAX_ROWS):
+        part = slice(start, start + _MAX_ROWS)
+        gpu_kernels.logprob_block_kernel[(blocks, logits[part].shape[0])](
+            logits[part], temperature[part], block_max[part], block_sum[part], vocabulary, blocks,
+            logits.stride(0), BV=BLOCK, W=LANES, VEC=4, num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     grid = (-(-rows // 64),)
     gpu_kernels.logprob_chosen_kernel[grid](
@@ -183,7 +180,7 @@ _CONTRACT = register_contract(Contract(
     dtype="float32",
     device="sm90",
     formula="lp = (z_t - max z) - log sum exp(z - max z), z = logit / T",
-    order=f"blocks of {BLOCK} columns at absolute places, 256 lanes and a neighbour tree inside, blocks ascending",
+    order=f"blocks of {BLOCK} columns at absolute places, a tree of halves, neighbours and halves inside, blocks ascending",
     rounding="fp32 throughout, no FMA",
     functions="ex2.approx.ftz, lg2.approx, IEEE division",
     reference="zeromismatch.kernels.logprob.gpu:reference",

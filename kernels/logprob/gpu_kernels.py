@@ -6,8 +6,8 @@
     lp = (z_target - m) - log2(s) ln 2
     d_logit = g (onehot - exp2(((z - m) - log2(s) ln 2) log2 e)) / T
 
-Inside a block the sum runs in W lanes (column % W), columns ascending, then a tree of neighbouring
-lanes; a vocabulary tail adds exact zeros. Blocks are fixed, so
+Inside a block the order is ``tile_sum`` over BV / W blocks of W columns; a vocabulary tail adds
+exact zeros. Blocks are fixed, so
 the number of rows, row blocks and vocabulary chunks of a caller are schedule.
 Legend: T rows, V vocabulary, BV columns per block, NB blocks.
 """
@@ -15,7 +15,7 @@ Legend: T rows, V vocabulary, BV columns per block, NB blocks.
 import triton
 import triton.language as tl
 
-from ..gpu.tree import row_tree
+from ..gpu.tree import tile_sum
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
@@ -23,30 +23,23 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def logprob_block_kernel(
-    logits_ptr, temperature_ptr, max_ptr, sum_ptr, T, V, num_blocks, stride,
-    BV: tl.constexpr, R: tl.constexpr, W: tl.constexpr,
+    logits_ptr, temperature_ptr, max_ptr, sum_ptr, V, num_blocks, stride,
+    BV: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr,
 ):
-    """(m_b, s_b) of R rows and one block; the second pass finds the logits in cache."""
-    rows = (tl.program_id(1) * R + tl.arange(0, R)).to(tl.int64)
+    """(m_b, s_b) of one row and one block, held in registers."""
+    row = tl.program_id(1).to(tl.int64)
     block = tl.program_id(0)
-    live = rows < T
-    t = tl.zeros((R, W), tl.float32) + tl.load(temperature_ptr + rows, mask=live, other=1.0)[:, None]
-    peak = tl.full((R, W), float("-inf"), tl.float32)
-    for first in tl.range(0, BV, W, loop_unroll_factor=4):
-        cols = block * BV + first + tl.arange(0, W)
-        mask = live[:, None] & (cols < V)[None, :]
-        z = tl.load(logits_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=float("-inf"))
-        peak = tl.maximum(peak, tl.math.div_rn(z, t), propagate_nan=tl.PropagateNan.ALL)
-    m = tl.max(peak, 1)
-    lanes = tl.zeros((R, W), tl.float32)
-    for first in tl.range(0, BV, W, loop_unroll_factor=4):
-        cols = block * BV + first + tl.arange(0, W)
-        mask = live[:, None] & (cols < V)[None, :]
-        z = tl.load(logits_ptr + rows[:, None] * stride + cols[None, :], mask=mask, other=0.0)
-        e = tl.math.exp2((tl.math.div_rn(z, t) - m[:, None]) * LOG2E)
-        lanes = lanes + tl.where(mask, e, 0.0)
-    tl.store(max_ptr + rows * num_blocks + block, m, mask=live)
-    tl.store(sum_ptr + rows * num_blocks + block, row_tree(lanes, R, W), mask=live)
+    N: tl.constexpr = BV // W
+    cols = block * BV + (tl.arange(0, N) * W)[:, None] + tl.arange(0, W)[None, :]
+    mask = cols < V
+    t = tl.load(temperature_ptr + row)
+    z = tl.load(logits_ptr + row * stride + cols, mask=mask, other=float("-inf"))
+    z = tl.math.div_rn(z, tl.zeros_like(z) + t)
+    m = tl.max(tl.max(z, 1), 0)
+    e = tl.where(mask, tl.math.exp2((z - m) * LOG2E), 0.0)
+    one = tl.arange(0, 1)
+    tl.store(max_ptr + row * num_blocks + block, m)
+    tl.store(sum_ptr + row * num_blocks + block + one, tile_sum(e, 1, N, W, VEC))
 
 
 @triton.jit

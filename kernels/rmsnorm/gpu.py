@@ -1,7 +1,7 @@
 """RMSNorm on the GPU: plain, with residual, per head, with weight + 1; forward and backward.
 
-Contract ``rmsnorm.lanes256.<dtype>.sm90.v1`` (formula and order in :mod:`.gpu_kernels`): the sum of
-squares runs in 256 lanes and a written-out tree, so its order depends on H alone. Rounding as transformers' Llama: the
+Contract ``rmsnorm.lanes.<dtype>.sm90.v1`` (formula and order in :mod:`.gpu_kernels`): the sum of
+squares runs in fixed lanes and a written-out tree, so its order depends on H and dtype alone. Rounding as transformers' Llama: the
 normalised value is rounded, multiplied by the weight, rounded; ``unit_offset`` (Gemma) multiplies by
 1 + w in fp32 and rounds once. Rows per program, warps and grid are schedule.
 
@@ -18,15 +18,14 @@ from ..contract import Contract, Implementation, register_contract, register_imp
 from ..errors import ContractError
 from ..gpu.device import NAMES, aligned, missing, require
 
-DW_ROWS = 64
-_MAX_WIDTH = 32768
-LANES = 256
+DW_ROWS, DW_FAN = 64, 32
 
 
-def _shape(width: int) -> tuple[int, int, int]:
-    """(lanes, rows per program, warps): by width only."""
-    lanes = min(LANES, max(2, 1 << (width - 1).bit_length()))
-    return lanes, max(4, min(32, 1024 // lanes)), 4
+def _shape(width: int, dtype: torch.dtype) -> dict[str, int]:
+    """Lanes W and neighbours VEC define the order, by width and dtype only; R rows per program."""
+    vector = 16 // dtype.itemsize
+    lanes = min(32 * vector, max(2 * vector, 1 << (width - 1).bit_length()))
+    return {"W": lanes, "VEC": vector, "R": 4 * (32 * vector // lanes)}
 
 
 @torch.library.custom_op("zeromismatch::rmsnorm", mutates_args=())
@@ -42,11 +41,11 @@ def rmsnorm_op(
     y = torch.empty_like(x)
     s = torch.empty_like(x) if residual is not None else x.new_empty(0)
     if rows:
-        lanes, per, warps = _shape(width)
-        gpu_kernels.rmsnorm_fwd_kernel[(-(-rows // per),)](
+        shape = _shape(width, x.dtype)
+        gpu_kernels.rmsnorm_fwd_kernel[(-(-rows // shape["R"]),)](
             x, x if residual is None else residual, weight, y, y if residual is None else s, rows, eps,
-            H=width, W=lanes, R=per, RESIDUAL=residual is not None, OFFSET=unit_offset,
-            num_warps=warps, enable_fp_fusion=False,
+            H=width, **shape, RESIDUAL=residual is not None, OFFSET=unit_offset,
+            num_warps=4, enable_fp_fusion=False,
         )  # fmt: skip
     return y, s
 
@@ -68,21 +67,24 @@ def backward(
     dx, dw = torch.empty_like(s), torch.zeros_like(weight)
     if not rows:
         return dx, dw
-    lanes, per, warps = _shape(width)
+    shape = _shape(width, s.dtype)
     r = torch.empty(rows, dtype=torch.float32, device=s.device)
-    gpu_kernels.rmsnorm_bwd_kernel[(-(-rows // per),)](
+    gpu_kernels.rmsnorm_bwd_kernel[(-(-rows // shape["R"]),)](
         s, weight, dy, dy if ds is None else ds, dx, r, rows, eps,
-        H=width, W=lanes, R=per, RESIDUAL=ds is not None, OFFSET=unit_offset,
-        num_warps=warps, enable_fp_fusion=False,
+        H=width, **shape, RESIDUAL=ds is not None, OFFSET=unit_offset, num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    blocks, columns = -(-rows // DW_ROWS), lanes
+    blocks = -(-rows // DW_ROWS)
     part = torch.empty(blocks, width, dtype=torch.float32, device=s.device)
-    gpu_kernels.rmsnorm_dw_kernel[(blocks, -(-width // columns))](
-        s, dy, r, part, rows, width, ROWS=DW_ROWS, BC=columns, OFFSET=unit_offset,
-        num_warps=2, enable_fp_fusion=False,
-    )  # fmt: skip
-    gpu_kernels.column_sum_kernel[(-(-width // 64),)](part, dw, blocks, width, BC=64, num_warps=2)
-    return dx, dw
+    gpu_kernels.rmsnorm_dw_kernel[(blocks, -(-width // 256))](
+        s, dy, r, part, rows, width, ROWS=DW_ROWS, BC=256, OFFSET=unit_offset, num_warps=2, enable_fp_fusion=False)
+    while True:
+        groups = -(-blocks // DW_FAN)
+        out = dw if groups == 1 else torch.empty(groups, width, dtype=torch.float32, device=s.device)
+        gpu_kernels.column_sum_kernel[(-(-width // 128), groups)](
+            part, out, blocks, width, FAN=DW_FAN, BC=128, num_warps=2)
+        if groups == 1:
+            return dx, dw
+        part, blocks = out, groups
 
 
 class _RmsNorm(torch.autograd.Function):
@@ -111,8 +113,6 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
             f"rmsnorm needs x [..., H], residual like x, weight [H], not {tuple(x.shape)}, "
             f"{None if residual is None else tuple(residual.shape)}, {tuple(weight.shape)}; check the layer"
         )
-    if x.shape[-1] > _MAX_WIDTH:
-        raise ContractError(f"rmsnorm covers up to {_MAX_WIDTH} columns, not {x.shape[-1]}; split the layer")
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
@@ -138,13 +138,17 @@ def _run(x: Tensor, weight: Tensor, eps: float = 1e-6, unit_offset: bool = False
 def reference(x: Tensor, weight: Tensor, eps: float = 1e-6, unit_offset: bool = False) -> Tensor:
     """The contract's definition in plain torch pointwise operations (IEEE; nothing fused)."""
     width = x.shape[-1]
-    lanes = min(LANES, max(2, 1 << (width - 1).bit_length()))
+    shape = _shape(width, x.dtype)
+    lanes = shape["W"]
     wide = x.float()
     squares = torch.zeros(x.shape[0], lanes, device=x.device)
     for part in torch.nn.functional.pad(wide * wide, (0, -width % lanes)).split(lanes, dim=-1):
         squares = squares + part
-    while squares.shape[-1] > 1:
+    while squares.shape[-1] > lanes // shape["VEC"]:
         squares = squares[..., 0::2] + squares[..., 1::2]
+    while squares.shape[-1] > 1:
+        half = squares.shape[-1] // 2
+        squares = squares[..., :half] + squares[..., half:]
     one = torch.ones((), device=x.device)
     r = one / torch.sqrt(squares / torch.full((), float(width), device=x.device) + eps)
     y = wide * r
@@ -155,16 +159,16 @@ def reference(x: Tensor, weight: Tensor, eps: float = 1e-6, unit_offset: bool = 
 
 for _name in NAMES.values():
     register_contract(Contract(
-        id=f"rmsnorm.lanes256.{_name}.sm90.v1",
+        id=f"rmsnorm.lanes.{_name}.sm90.v1",
         op="rmsnorm",
         dtype=_name,
         device="sm90",
         formula="y = round(round(x / sqrt(mean(x x) + eps)) w), or (1 + w) in fp32 and one rounding",
-        order="sum of squares in 256 lanes, columns ascending, then a tree of neighbouring lanes",
+        order="sum of squares in lanes, columns ascending, then neighbours, then halves",
         rounding="fp32; normalised value rounded before the weight unless unit_offset",
         functions="IEEE division and square root, no FMA",
         reference="zeromismatch.kernels.rmsnorm.gpu:reference",
         gradient_rtol=1e-4 if _name == "float32" else 2e-2,
     ))  # fmt: skip
     register_implementation(Implementation(
-        contract=f"rmsnorm.lanes256.{_name}.sm90.v1", name="triton", run=_run, missing=missing))
+        contract=f"rmsnorm.lanes.{_name}.sm90.v1", name="triton", run=_run, missing=missing))

@@ -4,28 +4,30 @@
     r  = 1 / sqrt(sum(s * s) / H + eps)                      IEEE division and square root
     y  = round(round(s * r) * w)   or, unit_offset,  y = round((s * r) * (1 + w))
 
-The sum runs in W lanes (256, or the power of two at or above a smaller H): column c goes to lane c % W,
-columns ascending, then a tree of neighbouring lanes. The order depends on H alone. dx uses the same
-order; dw sums tokens ascending inside fixed blocks of rows, then the blocks ascending. Two passes over a
-row; the second finds it in cache. Legend: M rows, H columns, W lanes, R rows per program.
+The sum runs in W lanes (one warp's 16-byte loads: 256 for 16-bit types, 128 for fp32, less for a smaller
+H): column c goes to lane c % W, columns ascending; then ``row_sum``. The order depends on H and dtype
+alone. dx uses the same order; dw sums tokens ascending inside blocks of ROWS, then FAN blocks ascending
+at a time, level by level. A row is read twice, the second time backwards, so that caches still hold it.
+Legend: M rows, H columns, W lanes, R rows per program.
 """
 
 import triton
 import triton.language as tl
 
-from ..gpu.tree import row_tree
+from ..gpu.tree import row_sum
 
 
 @triton.jit
-def _reciprocal(lanes, H, eps, R: tl.constexpr, W: tl.constexpr):
-    mean = tl.math.div_rn(row_tree(lanes, R, W), tl.zeros((R,), tl.float32) + H)
+def _reciprocal(lanes, H, eps, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
+    mean = tl.math.div_rn(row_sum(lanes, R, W, VEC), tl.zeros((R,), tl.float32) + H)
     return tl.math.div_rn(tl.full((R,), 1.0, tl.float32), tl.math.sqrt_rn(mean + eps))
 
 
 @triton.jit
 def rmsnorm_fwd_kernel(
     x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, M, eps,
-    H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
+    RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
 ):
     """R rows per program."""
     rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
@@ -35,34 +37,35 @@ def rmsnorm_fwd_kernel(
         cols = first + tl.arange(0, W)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
         at = rows[:, None] * H + cols[None, :]
-        x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         if RESIDUAL:
             s = (x + tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)).to(dtype)
             tl.store(s_ptr + at, s, mask=mask)
             x = s.to(tl.float32)
         lanes = lanes + x * x
-    r = _reciprocal(lanes, H, eps, R, W)
-    for first in tl.range(0, H, W, loop_unroll_factor=4):
-        cols = first + tl.arange(0, W)
+    r = _reciprocal(lanes, H, eps, R, W, VEC)
+    for back in tl.range(0, H, W, loop_unroll_factor=4):
+        cols = (H - 1) // W * W - back + tl.arange(0, W)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
         at = rows[:, None] * H + cols[None, :]
         if RESIDUAL:
             x = tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
         else:
-            x = tl.load(x_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+            x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         y = x * r[:, None]
         if OFFSET:
-            y = y * (1.0 + w)[None, :]
+            y = y * (1.0 + w)
         else:
-            y = y.to(dtype).to(tl.float32) * w[None, :]
-        tl.store(y_ptr + at, y.to(dtype), mask=mask)
+            y = y.to(dtype).to(tl.float32) * w
+        tl.store(y_ptr + at, y.to(dtype), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
 def rmsnorm_bwd_kernel(
     s_ptr, w_ptr, dy_ptr, ds_ptr, dx_ptr, r_ptr, M, eps,
-    H: tl.constexpr, W: tl.constexpr, R: tl.constexpr, RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
+    H: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
+    RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
 ):
     """dx = r (g - s (sum(g s) / H) r r) (+ ds), g = dy * w; also keeps r for dw."""
     rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
@@ -73,24 +76,24 @@ def rmsnorm_bwd_kernel(
         mask = (rows < M)[:, None] & (cols < H)[None, :]
         at = rows[:, None] * H + cols[None, :]
         s = tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if OFFSET:
             w = 1.0 + w
-        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32) * w[None, :]
+        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32) * w
         squares = squares + s * s
         products = products + g * s
-    r = _reciprocal(squares, H, eps, R, W)
-    mean = tl.math.div_rn(row_tree(products, R, W), tl.zeros((R,), tl.float32) + H)
+    r = _reciprocal(squares, H, eps, R, W, VEC)
+    mean = tl.math.div_rn(row_sum(products, R, W, VEC), tl.zeros((R,), tl.float32) + H)
     factor = mean * (r * r)
-    for first in tl.range(0, H, W, loop_unroll_factor=4):
-        cols = first + tl.arange(0, W)
+    for back in tl.range(0, H, W, loop_unroll_factor=4):
+        cols = (H - 1) // W * W - back + tl.arange(0, W)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
         at = rows[:, None] * H + cols[None, :]
         s = tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+        w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if OFFSET:
             w = 1.0 + w
-        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32) * w[None, :]
+        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32) * w
         dx = r[:, None] * (g - s * factor[:, None])
         if RESIDUAL:
             dx += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
@@ -108,7 +111,7 @@ def rmsnorm_dw_kernel(
     cols = tl.program_id(1) * BC + tl.arange(0, BC)
     mask = cols < H
     acc = tl.zeros((BC,), tl.float32)
-    for i in range(ROWS):
+    for i in tl.range(0, ROWS, loop_unroll_factor=8):
         row = (block * ROWS + i).to(tl.int64)
         live = mask & (row < M)
         s = tl.load(s_ptr + row * H + cols, mask=live, other=0.0)
@@ -121,10 +124,12 @@ def rmsnorm_dw_kernel(
 
 
 @triton.jit
-def column_sum_kernel(part_ptr, out_ptr, num_blocks, H, BC: tl.constexpr):
-    """Blocks ascending, one column per lane."""
+def column_sum_kernel(part_ptr, out_ptr, num_blocks, H, FAN: tl.constexpr, BC: tl.constexpr):
+    """FAN blocks ascending into one, one column per lane."""
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    first = tl.program_id(1) * FAN
     acc = tl.zeros((BC,), tl.float32)
-    for block in range(num_blocks):
-        acc += tl.load(part_ptr + block.to(tl.int64) * H + cols, mask=cols < H, other=0.0)
-    tl.store(out_ptr + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < H)
+    for i in tl.static_range(FAN):
+        block = (first + i).to(tl.int64)
+        acc += tl.load(part_ptr + block * H + cols, mask=(cols < H) & (first + i < num_blocks), other=0.0)
+    tl.store(out_ptr + tl.program_id(1).to(tl.int64) * H + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < H)

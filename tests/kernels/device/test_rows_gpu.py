@@ -186,3 +186,18 @@ def test_compiled_and_captured_rows_equal_eager():
     graph.replay()
     for each in (compiled, captured):
         assert bits.equal(each[0], eager[0]) and bits.equal(each[1], eager[1])
+
+
+def test_more_than_two_to_the_31_elements():
+    x = rows(1, 32768, torch.bfloat16).expand(66000, -1).contiguous()
+    y = gated.silu(x)
+    assert bits.equal(y[-1:], gated.silu(x[:1])) and bits.equal(y[65534:65536], y[:2])
+    del y
+    w = rows(1, 4096, torch.bfloat16, 1)[0]
+    y = rmsnorm.rmsnorm(x.view(-1, 4096), w, 1e-6)
+    assert bits.equal(y[-8:], rmsnorm.rmsnorm(x[:1].view(-1, 4096), w, 1e-6))
+    del x, y
+    z = rows(1, 151936, torch.float32).mul(0.1).expand(14200, -1).contiguous()
+    targets = torch.full((14200,), 77, device="cuda")
+    lp = logprob.logprob(z, targets)
+    assert bits.equal(lp[-1:], logprob.logprob(z[:1], targets[:1]))
