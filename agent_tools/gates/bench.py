@@ -1,0 +1,253 @@
+"""What all gates share: the model under its plan, the requests, the engines, and how much to do.
+
+One model carries one plan at a time, so :meth:`Bench.on` switches: gates ask for the engines under
+a plan and get them, whoever used the model before. Runs that several gates compare with (the
+sampled rollout, each request alone, the trainer's packed forward) are made once.
+
+    bench = Bench(model=load_model("tiny:llama"), plan=plan, size=QUICK, ...)
+    bench.on().packed.run(...)                      # under the plan
+    bench.on(with_stock(bench.plan, "linear"))      # the red control
+
+Left out: any verdict (``base.py``).
+"""
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+import torch
+
+from ...kernels.errors import InconclusiveError, UsageError
+from ...model_recipes.bindings import dtype_name
+from ...model_recipes.models import LoadedModel, load_model
+from ...model_recipes.plan import STOCK, Plan, stock_plan
+from ...trainer.engines.base import Observer, Policy, Request, Run, Scenario, Schedule, SiteCall
+from ...trainer.engines.packed import PackedEngine
+from ...trainer.engines.paged import PagedEngine
+from ..localize import Options, localize
+from ..records import Divergence
+from ..rollouts import TokenCount
+from ..sides import Side
+
+STEP_TOKENS = 96
+"""Rows in one rollout step: few enough that prompts are chunked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much each gate does. reply: sampled tokens per request. long: tokens of the long one."""
+
+    requests: int
+    reply: int
+    fuzzed: int
+    fuzz_requests: int
+    backward: int
+    gradient_requests: int
+    long: int
+    rounds: int
+    training_steps: int
+
+
+QUICK = Size(
+    requests=6, reply=20, fuzzed=5, fuzz_requests=3, backward=10, gradient_requests=2, long=192,
+    rounds=3, training_steps=2,
+)  # fmt: skip
+FULL = Size(
+    requests=16, reply=32, fuzzed=40, fuzz_requests=4, backward=100, gradient_requests=4, long=1024,
+    rounds=5, training_steps=5,
+)  # fmt: skip
+
+
+class Quiet:
+    """An observer that looks away: what a fault is wrapped round."""
+
+    def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
+        """Nothing."""
+
+    def on_site(self, call: SiteCall, /) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Both engines on one model under one plan."""
+
+    plan: Plan
+    paged: PagedEngine
+    packed: PackedEngine
+
+    def run(
+        self,
+        name: str | Schedule,
+        requests: Sequence[Request],
+        observer: Observer | None = None,
+        engine: Literal["paged", "packed"] = "paged",
+    ) -> Run:
+        """Run a named or given schedule."""
+        chosen = self.paged if engine == "paged" else self.packed
+        schedule = chosen.schedule(name, requests) if isinstance(name, str) else name
+        scenario = Scenario(
+            model=chosen.loaded.spec,
+            plan=self.plan.name,
+            requests=tuple(requests),
+            schedule=schedule,
+        )
+        return chosen.run(scenario, observer)
+
+    def pack(self, requests: Sequence[Request], observer: Observer | None = None) -> Run:
+        """Score everything in one packed forward, as the trainer does."""
+        return self.run("packed", requests, observer, engine="packed")
+
+
+@dataclass(slots=True, weakref_slot=True)
+class _Current:
+    engines: Engines | None = None
+
+
+@dataclass
+class Bench:
+    """See the module. prompts: requests without a reply, each with a budget to sample."""
+
+    model: LoadedModel
+    plan: Plan
+    prompts: tuple[Request, ...]
+    size: Size
+    quick: bool
+    seed: int = 0
+    progress: Callable[[str], None] = lambda stage: None
+    _current: _Current = field(default_factory=_Current)
+
+    def on(self, plan: Plan | None = None) -> Engines:
+        """The engines under a plan, by default the one that is being gated."""
+        plan = plan or self.plan
+        current = self._current.engines
+        if current is not None and current.plan == plan:
+            return current
+        self.release()
+        self._current.engines = engines_on(self.model, plan)
+        return self._current.engines
+
+    def release(self) -> None:
+        """Take whatever plan is on the model off it."""
+        if self._current.engines is not None:
+            self._current.engines.paged.close()
+            self._current.engines = None
+
+    def fresh(self) -> LoadedModel:
+        """The same model loaded once more."""
+        dtype = cast(Literal["float32", "bfloat16"], dtype_name(self.model.dtype))
+        return load_model(
+            self.model.spec, dtype=dtype, device=str(self.model.device), seed=self.seed
+        )
+
+    @functools.cached_property
+    def pristine(self) -> LoadedModel:
+        """A second copy of the model that never carries the plan being gated."""
+        return self.fresh()
+
+    @functools.cached_property
+    def sampled(self) -> Run:
+        """The rollout: continuous batching, chunked prefill, prefix cache, preemption."""
+        return self.on().paged.generate(self.prompts, self.policy())
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        """The prompts with what the rollout sampled."""
+        return self.sampled.requests
+
+    def policy(self) -> Policy:
+        """Chunked prompts, shared steps, and too few pages for all requests at once."""
+        lengths = [len(r.tokens) + r.sampling.max_new_tokens for r in self.prompts]
+        pages = [-(-length // 16) for length in lengths]
+        return Policy(max_step_tokens=STEP_TOKENS, num_pages=max(max(pages), sum(pages) * 5 // 9))
+
+    @functools.cached_property
+    def alone(self) -> Run:
+        """Every request whole, in a step of its own: what everything is compared with."""
+        return self.on().run("alone", self.requests)
+
+    @functools.cached_property
+    def packed(self) -> Run:
+        """The trainer's packed forward."""
+        return self.on().pack(self.requests)
+
+    @functools.cached_property
+    def stock_packed(self) -> Run:
+        """The same with stock kernels."""
+        requests = self.requests
+        return self.on(stock_plan()).pack(requests)
+
+    def culprits(self, left: str, right: str, requests: Sequence[Request]) -> Divergence:
+        """Which operators make two sides differ; the sides run under the plan."""
+        self.release()
+        options = Options(progress=self.progress, causes=False)
+        sides = (Side.parse(left), Side.parse(right))
+        return localize(*sides, self.model, requests, plan=self.plan, options=options)
+
+
+def engines_on(model: LoadedModel, plan: Plan) -> Engines:
+    """Both engines on ``model``, sharing one instrument; close ``paged`` when done."""
+    paged = PagedEngine(model, plan)
+    return Engines(plan, paged, PackedEngine(model, plan, instrument=paged.instrument))
+
+
+def with_stock(plan: Plan, *op_classes: str) -> Plan:
+    """The plan with some operator classes stock, overrides for other sites kept."""
+    return Plan(
+        name=f"{plan.name}, stock {' and '.join(op_classes)}",
+        rules=plan.rules | dict.fromkeys(op_classes, STOCK),
+        overrides=plan.overrides,
+    )
+
+
+def compare_scored(left: Run, right: Run, *, hits: bool = False) -> TokenCount:
+    """Compare every scored token of two runs, prompt tokens included.
+
+    hits: the left run took prefixes from others, so it scored fewer tokens.
+    """
+    ours, theirs = (
+        {(s.request, s.position): (s.token, s.logprob_bits) for s in run.samples}
+        for run in (left, right)
+    )
+    odd_ones = ours.keys() - theirs.keys() if hits else ours.keys() ^ theirs.keys()
+    if odd_ones:
+        odd = min(odd_ones)
+        raise InconclusiveError(
+            f"token {odd[1]} of request {odd[0]} was scored in one run only; score both runs whole"
+        )
+    differing = sorted(token for token, value in ours.items() if theirs[token] != value)
+    return TokenCount(
+        compared=len(ours), differing=len(differing), first=differing[0] if differing else None
+    )
+
+
+def requests_digest(requests: Sequence[Request]) -> str:
+    """One digest over tokens and sampling of all requests."""
+    plain = [
+        [r.id, r.tokens, r.sampling.temperature, r.sampling.seed, r.sampling.max_new_tokens]
+        for r in requests
+    ]
+    return hashlib.blake2b(json.dumps(plain).encode(), digest_size=16).hexdigest()
+
+
+def cut(request: Request, length: int) -> Request:
+    """The request's first ``length`` tokens, all from the second on counted as sampled."""
+    if length < 2:
+        raise UsageError(f"a request of {length} tokens scores nothing; use 2 or more")
+    tokens = request.tokens[:length]
+    return Request(
+        id=request.id,
+        tokens=tokens,
+        sampled_mask=(False,) + (True,) * (len(tokens) - 1),
+        sampling=request.sampling,
+    )
+
+
+def gradients(model: LoadedModel) -> dict[str, torch.Tensor]:
+    """The gradients that are there, by parameter name; the model's own are cleared."""
+    found = {n: p.grad for n, p in model.module.named_parameters() if p.grad is not None}
+    model.module.zero_grad(set_to_none=True)
+    return found

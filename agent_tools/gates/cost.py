@@ -1,0 +1,133 @@
+"""C10: what it costs, and that it lasts.
+
+Throughput of the trainer's packed forward and of the sampling rollout under the plan, against stock
+kernels in the same engines, on the same tokens, interleaved in one run so that a busy machine slows
+both alike. The ratio of medians may not be below 0.70; 0.95 is the goal, and below it the note says
+so. Then a few training steps: sample, compare every sampled token with the trainer before the
+update, update, publish. Every step must be at diff 0. Red control: a trainer one update ahead of
+the rollout in one small tensor.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ...kernels import bits
+from ...model_recipes.plan import stock_plan
+from ...model_recipes.state import named_state
+from ...trainer.engines.base import Policy, Request
+from ..rollouts import compare_tokens
+from .base import Findings, Gate
+from .bench import STEP_TOKENS, Bench, Engines, engines_on
+from .gradient import loss_weights
+from .learner import Learner
+
+FLOOR, GOAL = 0.70, 0.95
+RATE = 1e-4
+TIMED_REQUESTS = 8
+
+
+def check(bench: Bench, found: Findings) -> None:
+    """See the module."""
+    _throughput(bench, found)
+    _endurance(bench, found)
+
+
+def _throughput(bench: Bench, found: Findings) -> None:
+    bench.progress("C10: throughput, interleaved with stock")
+    requests, prompts = bench.requests[:TIMED_REQUESTS], bench.prompts[:TIMED_REQUESTS]
+    ours, stock = bench.on(), engines_on(bench.pristine, stock_plan())
+    works = {
+        "packed": lambda engines: _scored(engines, requests),
+        "paged": lambda engines: _drawn(engines, prompts),
+    }
+    try:
+        for name, work in works.items():
+            rates = _interleaved(work, (ours, stock), bench.size.rounds)
+            _judge(found, name, rates)
+    finally:
+        stock.paged.close()
+
+
+def _scored(engines: Engines, requests: Sequence[Request]) -> int:
+    engines.pack(requests)
+    return sum(len(request.tokens) for request in requests)
+
+
+def _drawn(engines: Engines, prompts: Sequence[Request]) -> int:
+    run = engines.paged.generate(prompts, Policy(max_step_tokens=STEP_TOKENS))
+    return len(run.samples)
+
+
+def _interleaved(
+    work: Callable[[Engines], int], sides: tuple[Engines, Engines], rounds: int
+) -> list[list[float]]:
+    """Rates of both sides in tokens per second, ``rounds`` each; one round to warm up."""
+    rates: list[list[float]] = [[], []]
+    for turn in range(rounds + 1):
+        for index, engines in enumerate(sides):
+            began = time.perf_counter()
+            count = work(engines)
+            if turn:
+                rates[index].append(count / (time.perf_counter() - began))
+    return rates
+
+
+def _judge(found: Findings, name: str, rates: list[list[float]]) -> None:
+    ours, stock = (statistics.median(each) for each in rates)
+    ratio = ours / stock
+    detail = f"{ours:.0f} against {stock:.0f} tokens/s, ratio {ratio:.2f}"
+    found.part(f"{name}: at least {FLOOR:.0%} of stock's throughput", 1, int(ratio < FLOOR),
+               "ratios", detail)  # fmt: skip
+    if FLOOR <= ratio < GOAL:
+        found.notes.append(f"{name} runs at {ratio:.2f} of stock, below the goal of {GOAL}")
+    found.require(f"{name}: rounds on each side", len(rates[0]), len(rates[0]) >= 2)
+
+
+def _endurance(bench: Bench, found: Findings) -> None:
+    rollout = engines_on(bench.fresh(), bench.plan)
+    learner = Learner(bench.fresh(), bench.plan, RATE)
+    prompts = bench.prompts[: bench.size.gradient_requests]
+    steps = bench.size.training_steps
+    compared = differing = 0
+    roots = {rollout.paged.weights.root}
+    for step in range(1, steps + 1):
+        bench.progress(f"C10: training step {step} of {steps}")
+        sampled = rollout.paged.generate(prompts, Policy(max_step_tokens=STEP_TOKENS))
+        count = compare_tokens(sampled, learner.engines.pack(sampled.requests))
+        compared, differing = compared + count.compared, differing + count.differing
+        learner.step(sampled.requests, loss_weights(sampled.requests, step))
+        rollout.paged.publish(named_state(learner.model.module), version=step)
+        roots.add(rollout.paged.weights.root)
+    final = rollout.paged.generate(prompts, Policy(max_step_tokens=STEP_TOKENS))
+    count = compare_tokens(final, learner.engines.pack(final.requests))
+    found.part(f"{steps} training steps and the rollout after them, all at diff 0",
+               compared + count.compared, differing + count.differing)  # fmt: skip
+    found.require("every step changed the weights", len(roots), len(roots) == steps + 1)
+    name = _one_tensor_ahead(learner)
+    red = compare_tokens(final, learner.engines.pack(final.requests))
+    found.control("one tensor one update ahead", f"1 element of {name}", red.compared,
+                  red.differing)  # fmt: skip
+    rollout.paged.close()
+    learner.close()
+
+
+def _one_tensor_ahead(learner: Learner) -> str:
+    """Change one element of the last norm by a few bits."""
+    state = named_state(learner.model.module)
+    name = [each for each, tensor in state.items() if tensor.dim() == 1][-1]
+    with torch.no_grad():
+        view = bits.int_view(state[name]).view(-1)
+        view[len(view) // 2] ^= 1 << (3 if view.dtype == torch.int16 else 16)
+    return name
+
+
+GATE = Gate(
+    id="C10",
+    title="Cost and endurance",
+    claim="At least 70 % of stock's throughput in one interleaved run, and training steps that are "
+    "all at diff 0.",
+    check=check,
+)

@@ -1,0 +1,268 @@
+"""C6: the gradient is right, repeatable, complete, and does not depend on company.
+
+The loss is a weighted sum of logprobs of sampled tokens, as in REINFORCE. Its gradient is compared
+with transformers' own module in fp64 under autograd alone: per parameter, the norm of the error
+over the norm of the gradient may be at most the sum of the operators' own tolerances on the way
+(``Contract.gradient_rtol``), and its mean and largest at most twice those of the stock model at the
+same dtype. The backward is repeated under load and must give the same bits; the gradient that
+reaches each token's embedding must not depend on the micro-batch; the kernels that sum over tokens
+must give the bits of the whole batch when their chains are continued at a cut.
+
+What is claimed about micro-batches, and no more: autograd's own ``.grad +=`` adds finished sums and
+therefore depends on the split. It is the red control here; a trainer that wants split-independent
+weight gradients continues the chains (``accumulate_into=``).
+"""
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import bits
+from ...kernels.contract import contracts
+from ...kernels.embedding import grad_weight as embedding_grad
+from ...kernels.linear import grad_bias, grad_weight
+from ...kernels.rmsnorm import rmsnorm_backward
+from ...model_recipes.bindings import device_kind, dtype_name
+from ...model_recipes.plan import stock_plan
+from ...trainer.engines.base import Request
+from ...trainer.engines.packed import PackedEngine
+from .base import Findings, Gate
+from .bench import Bench, cut, gradients
+from .load import Load
+
+ALLOWANCE = 2.0
+STOCK_RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+"""Allowed per operator where the plan is stock and no contract states a tolerance."""
+REPEATED_TOKENS = 40
+CUTS = (1, 7, 64)
+
+Grads = dict[str, Tensor]
+
+
+def check(bench: Bench, found: Findings) -> None:
+    """See the module."""
+    requests = bench.requests[: bench.size.gradient_requests]
+    weights = loss_weights(requests, bench.seed)
+    ours = of_packed(bench.on().packed, requests, weights)
+    _complete(bench, found, ours)
+    _against_fp64(bench, found, requests, weights, ours)
+    _repeat(bench, found)
+    _company(bench, found, requests, weights, ours)
+    _chains(bench, found)
+
+
+def loss_weights(requests: Sequence[Request], seed: int) -> Tensor:
+    """fp32 weight per sampled token: an advantage of either sign, not the same for any two."""
+    count = sum(sum(request.sampled_mask) for request in requests)
+    generator = torch.Generator().manual_seed(seed)
+    sign = torch.where(torch.rand(count, generator=generator) < 0.5, -1.0, 1.0)
+    return sign * (0.5 + torch.rand(count, generator=generator)) / count
+
+
+def of_packed(engine: PackedEngine, requests: Sequence[Request], weights: Tensor) -> Grads:
+    """Gradients of the weighted loss through the trainer's forward."""
+    loss = -(engine.logprobs(requests) * weights).sum()
+    loss.backward()
+    return gradients(engine.loaded)
+
+
+def of_fp64(pristine: nn.Module, requests: Sequence[Request], weights: Tensor) -> Grads:
+    """The same loss through transformers' own module in fp64, request by request."""
+    module = cast(Any, copy.deepcopy(pristine)).double().eval()
+    at = 0
+    for request in requests:
+        positions = [p for p, sampled in enumerate(request.sampled_mask) if sampled]
+        logits = module(input_ids=torch.tensor([request.tokens]), use_cache=False).logits[0]
+        rows = logits[[p - 1 for p in positions]] / (request.sampling.temperature or 1.0)
+        tokens = torch.tensor([request.tokens[p] for p in positions])
+        lp = torch.log_softmax(rows, dim=-1).gather(1, tokens[:, None])[:, 0]
+        (-(lp * weights[at : at + len(positions)].double()).sum()).backward()
+        at += len(positions)
+    return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+
+
+def relative_errors(ours: Grads, exact: Grads) -> dict[str, float]:
+    """Per parameter: norm of the error over the norm of the exact gradient."""
+    return {
+        name: float((ours[name].double() - grad).norm() / grad.norm().clamp_min(1e-300))
+        if name in ours
+        else math.inf
+        for name, grad in exact.items()
+    }
+
+
+def _complete(bench: Bench, found: Findings, ours: Grads) -> None:
+    wanted = [n for n, p in bench.model.module.named_parameters() if p.requires_grad]
+    dead = [
+        name
+        for name in wanted
+        if name not in ours or bits.nonfinite(ours[name]) or not bool(ours[name].any())
+    ]
+    found.part("every parameter has a finite gradient that is not zero", len(wanted), len(dead),
+               "parameters", ", ".join(dead[:3]))  # fmt: skip
+
+
+def _against_fp64(
+    bench: Bench, found: Findings, requests: Sequence[Request], weights: Tensor, ours: Grads
+) -> None:
+    bench.progress("C6: gradient of untouched transformers in fp64")
+    exact = of_fp64(bench.pristine.module, requests, weights)
+    stock = relative_errors(of_packed(bench.on(stock_plan()).packed, requests, weights), exact)
+    errors = relative_errors(ours, exact)
+    bound = contract_bound(bench)
+    verdict = _too_far(errors, stock, bound)
+    detail = (
+        f"largest relative error {max(errors.values()):.2e}, mean {_mean(errors):.2e} (stock "
+        f"{max(stock.values()):.2e}, {_mean(stock):.2e}); the contracts allow {bound:.2e}"
+    )
+    found.part("gradient against fp64", len(errors), len(verdict), "parameters",
+               detail + ("; beyond: " + ", ".join(verdict[:3]) if verdict else ""))  # fmt: skip
+    dropped = weights.clone()
+    dropped[len(dropped) // 2] = 0
+    red = relative_errors(of_packed(bench.on().packed, requests, dropped), exact)
+    rows = sum(len(request.tokens) for request in requests)
+    found.control("one token left out of the loss", f"1 of {rows} rows", len(red),
+                  len(_too_far(red, stock, bound)))  # fmt: skip
+
+
+def _too_far(errors: dict[str, float], stock: dict[str, float], bound: float) -> list[str]:
+    limit = min(bound, ALLOWANCE * max(stock.values()))
+    beyond = [name for name, error in errors.items() if not error <= limit]
+    return list(errors) if _mean(errors) > ALLOWANCE * _mean(stock) else beyond
+
+
+def _mean(errors: dict[str, float]) -> float:
+    return math.fsum(errors.values()) / max(1, len(errors))
+
+
+def contract_bound(bench: Bench) -> float:
+    """Sum of the gradient tolerances of all operators that a gradient passes, at first order."""
+    device, dtype = device_kind(bench.model.device), dtype_name(bench.model.dtype)
+    stated = {
+        contract.op.removesuffix("_grad"): contract.gradient_rtol
+        for contract in contracts(device=device, dtype=dtype)
+        if contract.op.endswith("_grad") or contract.op.startswith("linear")
+    }
+    default = STOCK_RTOL[bench.model.dtype]
+    return sum(
+        stated.get(site.op_class, 0.0 if site.op_class in ("add", "kv_write") else default)
+        for site in bench.on().paged.instrument.sites
+    )
+
+
+def _repeat(bench: Bench, found: Findings) -> None:
+    engine = bench.on().packed
+    request = cut(bench.requests[0], min(REPEATED_TOKENS, len(bench.requests[0].tokens)))
+    weights = loss_weights([request], bench.seed)
+    wanted = _digests(of_packed(engine, [request], weights))
+    compared = differing = 0
+    with Load() as load:
+        for turn in range(bench.size.backward):
+            bench.progress(f"C6: backward under load, {turn + 1} of {bench.size.backward}")
+            got = _digests(of_packed(engine, [request], weights))
+            compared += len(wanted)
+            differing += sum(got[name] != digest for name, digest in wanted.items())
+    found.require("the load really ran (rounds)", load.rounds)
+    found.part(f"backward {bench.size.backward} times under load, full depth", compared, differing,
+               "gradients", f"{len(request.tokens)} tokens")  # fmt: skip
+
+
+def _digests(grads: Grads) -> dict[str, str]:
+    return {name: bits.digest_tensor(grad) for name, grad in grads.items()}
+
+
+def _company(
+    bench: Bench, found: Findings, requests: Sequence[Request], weights: Tensor, ours: Grads
+) -> None:
+    """Rows' gradients in one batch and one request a micro-batch; weights' by autograd's sums."""
+    bench.progress("C6: micro-batches")
+    engine = bench.on().packed
+    table = cast(nn.Module, cast(Any, bench.model.module).get_input_embeddings())
+    reached: list[Tensor] = []
+
+    def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda grad: reached.append(grad.flatten(0, -2).clone()))
+
+    handle = table.register_forward_hook(keep)
+    try:
+        of_packed(engine, requests, weights)
+        at = 0
+        for request in requests:
+            count = sum(request.sampled_mask)
+            loss = -(engine.logprobs([request]) * weights[at : at + count]).sum()
+            loss.backward()
+            at += count
+    finally:
+        handle.remove()
+    whole, split = reached[0], torch.cat(reached[1:])
+    wrong = int((~bits.equal_rows(whole, split)).sum())
+    found.part("gradient at every token's embedding, whole = one request a micro-batch",
+               len(whole), wrong, "rows")  # fmt: skip
+    summed = gradients(bench.model)
+    odd = sum(not bits.equal(ours[name], grad) for name, grad in summed.items())
+    found.control("autograd's own sum over micro-batches", "one stock operator", len(summed), odd)
+    found.require("micro-batches", len(requests), len(requests) > 1)
+
+
+def _chains(bench: Bench, found: Findings) -> None:
+    """Chains over tokens, continued at a cut, against the whole, at the model's own widths."""
+    if bench.plan.is_stock:
+        found.not_applicable.append("continued chains: the stock plan makes no such claim")
+        return
+    bench.progress("C6: chains over tokens continued")
+    config, dtype = bench.model.config, bench.model.dtype
+    compared = differing = 0
+    for name, run in chains(config, dtype, 130).items():
+        whole = run(0, 130, None)
+        for stop in CUTS:
+            halves = run(stop, 130, run(0, stop, torch.zeros_like(whole)))
+            compared += 1
+            differing += not bits.equal(whole, halves)
+            if not bits.equal(whole, halves):
+                found.notes.append(f"{name} cut at {stop} differs from the whole")
+    found.part("weight gradients, continued at any token = whole", compared, differing, "tensors",
+               "linear weight and bias, embedding, norm: accumulate_into=")  # fmt: skip
+
+
+def chains(
+    config: Any, dtype: torch.dtype, rows: int
+) -> dict[str, Callable[[int, int, Tensor | None], Tensor]]:
+    """``run(start, stop, continued)`` per kind of weight, on fixed random rows."""
+    width, inner = config.hidden_size, config.intermediate_size
+    generator = torch.Generator().manual_seed(width)
+
+    def noise(columns: int) -> Tensor:
+        return torch.randn(rows, columns, generator=generator).to(dtype)
+
+    x, grad, wide = noise(width), noise(width), noise(inner)
+    ids = torch.randint(0, config.vocab_size, (rows,), generator=generator) % 97
+    weight = noise(width)[0]
+
+    def linear(start: int, stop: int, continued: Tensor | None) -> Tensor:
+        rows = slice(start, stop)
+        return grad_weight(wide[rows], x[rows], accumulate_into=continued)
+
+    def bias(start: int, stop: int, continued: Tensor | None) -> Tensor:
+        return grad_bias(wide[start:stop], accumulate_into=continued)
+
+    def embedding(start: int, stop: int, continued: Tensor | None) -> Tensor:
+        return embedding_grad(grad[start:stop], ids[start:stop], 97, accumulate_into=continued)
+
+    def norm(start: int, stop: int, continued: Tensor | None) -> Tensor:
+        rows = slice(start, stop)
+        return rmsnorm_backward(grad[rows], x[rows], weight, 1e-5, accumulate_into=continued)[1]
+
+    return {"linear weight": linear, "linear bias": bias, "embedding": embedding, "norm": norm}
+
+
+GATE = Gate(
+    id="C6",
+    title="Gradient",
+    claim="The gradient agrees with an independent fp64 reference, repeats bit for bit under load, "
+    "reaches every parameter, and a token's share of it does not depend on the micro-batch.",
+    check=check,
+)

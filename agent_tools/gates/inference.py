@@ -1,0 +1,245 @@
+"""C2 to C4: the rollout engine against itself.
+
+C2 repeats one schedule, idle and under load. C3 changes who shares a step: one row of a request
+alone, then among others, at several batch sizes, in prefill and in decode, with padding. C4 changes
+the phase: whole prompt, decode, chunks, prefix hits, eviction, preemption, random legal schedules;
+and the tokens as they were sampled. Everything is compared with each request alone and whole, on
+every scored token. Red controls are one stock operator class, or one bit of one row.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+
+from ...kernels.attention import PAGE
+from ...trainer.engines.base import Event, Evict, Request, Run, Schedule, Slice, Step
+from ...trainer.engines.paged import replay
+from ...trainer.engines.schedules import prompt_length
+from ..align import shorten
+from ..flips import FlipBit
+from ..rollouts import TokenCount, batching_facts, compare_tokens
+from .base import Findings, Gate
+from .bench import Bench, Engines, Quiet, compare_scored, with_stock
+from .load import Load
+
+BATCHES = (2, 3, 5, 8, 16)
+CHUNKS = (1, 7, PAGE, PAGE + 1, 2 * PAGE + 1)
+TILES = 3
+
+
+def check_repeat(bench: Bench, found: Findings) -> None:
+    """C2: one mixed schedule and one sampled rollout, three times each, idle and under load."""
+    engines, requests = bench.on(), bench.requests
+    bench.progress("C2: the same schedule, idle")
+    first = engines.run("mixed", requests)
+    found.tokens("mixed, again", compare_scored(engines.run("mixed", requests), first))
+    with Load() as load:
+        bench.progress("C2: the same schedule under load")
+        found.tokens("mixed, under load", compare_scored(engines.run("mixed", requests), first))
+        busy = engines.paged.generate(bench.prompts, bench.policy())
+    found.require("the load really ran (rounds)", load.rounds)
+    idle = engines.paged.generate(bench.prompts, bench.policy())
+    for name, run in (("sampled again", idle), ("sampled again, under load", busy)):
+        found.tokens(name, _same_rollout(run, bench.sampled))
+    request = requests[0]
+    flip = FlipBit(
+        Quiet(),
+        site=_last_norm(engines),
+        request=request.id,
+        position=len(request.tokens) // 2,
+        bit=3 if bench.model.dtype.itemsize == 2 else 16,
+    )
+    moved = compare_scored(engines.run("mixed", requests, flip), first)
+    rows = sum(len(r.tokens) for r in requests)
+    found.require("the control's bit was flipped", flip.flips)
+    found.control("one bit of one row", f"1 of {rows} rows", moved.compared, moved.differing)
+
+
+def _last_norm(engines: Engines) -> str:
+    norms = [site for site in engines.paged.instrument.sites if site.op_class == "rmsnorm"]
+    return norms[-1].name
+
+
+def _same_rollout(left: Run, right: Run) -> TokenCount:
+    """Sampled tokens: the ids, then the bits; a reply that differs counts as all its tokens."""
+    theirs = {request.id: request.tokens for request in right.requests}
+    odd = [request for request in left.requests if theirs.get(request.id) != request.tokens]
+    if not odd:
+        return compare_tokens(left, right)
+    lost = sum(sum(request.sampled_mask) for request in odd)
+    total = sum(sum(request.sampled_mask) for request in left.requests)
+    return TokenCount(compared=total, differing=lost, first=(odd[0].id, 0))
+
+
+def check_batch(bench: Bench, found: Findings) -> None:
+    """C3: whole prompts and decodes, alone and in groups, in other orders, beside padding."""
+    engines, requests = bench.on(), bench.requests
+    alone, decoded = bench.alone, engines.run(_lockstep(requests, 1), requests)
+    sizes = sorted({size for size in BATCHES if size <= len(requests)} | {len(requests)})
+    for size in sizes:
+        bench.progress(f"C3: batches of {size}")
+        whole = engines.run(_groups(requests, size), requests)
+        found.tokens(f"whole, {size} requests a step", compare_scored(whole, alone))
+        together = engines.run(_lockstep(requests, size), requests)
+        found.tokens(f"decode, {size} requests a step", compare_scored(together, decoded))
+        found.require(f"steps of {size} requests", _steps_of(whole.executed, size)
+                      + _steps_of(together.executed, size))  # fmt: skip
+    order = list(requests)
+    random.Random(bench.seed).shuffle(order)
+    mixed = engines.run(_groups(order, len(order), padded=7), requests)
+    found.tokens("whole, shuffled, beside 7 padding rows", compare_scored(mixed, alone))
+    found.tokens("mixed", compare_scored(engines.run("mixed", requests), alone))
+    found.require("requests in all", len(requests), len(requests) > 2)
+    bench.progress("C3: red control, stock linear layers")
+    red = bench.on(with_stock(bench.plan, "linear"))
+    few = requests[:3]
+    control = compare_scored(
+        red.run(_lockstep(few, 3), few), red.run(_lockstep(few, 1), few)
+    )
+    found.control("stock linear", "one stock operator class", control.compared, control.differing)
+
+
+def _steps_of(schedule: Schedule, size: int) -> int:
+    steps = (event for event in schedule.events if isinstance(event, Step))
+    return sum(len(step.slices) == size for step in steps)
+
+
+def _groups(requests: Sequence[Request], size: int, padded: int = 0) -> Schedule:
+    """Whole requests, ``size`` a step."""
+    return Schedule(
+        events=tuple(
+            Step(
+                slices=tuple(
+                    Slice(request=r.id, start=0, stop=len(r.tokens))
+                    for r in requests[first : first + size]
+                ),
+                padded_rows=padded,
+            )
+            for first in range(0, len(requests), size)
+        )
+    )
+
+
+def _lockstep(requests: Sequence[Request], size: int) -> Schedule:
+    """Groups of ``size``: each prompt alone, then one token of every member a step."""
+    events: list[Event] = []
+    for first in range(0, len(requests), size):
+        group = requests[first : first + size]
+        starts = {r.id: prompt_length(r) for r in group}
+        events += [Step(slices=(Slice(request=r.id, start=0, stop=starts[r.id]),)) for r in group]
+        while left := [r for r in group if starts[r.id] < len(r.tokens)]:
+            slices = (Slice(request=r.id, start=starts[r.id], stop=starts[r.id] + 1) for r in left)
+            events.append(Step(slices=tuple(slices)))
+            starts |= {r.id: starts[r.id] + 1 for r in left}
+    return Schedule(events=tuple(events))
+
+
+def check_phase(bench: Bench, found: Findings) -> None:
+    """C4: every way to reach a token's state, and the tokens as sampled."""
+    engines, requests, alone = bench.on(), bench.requests, bench.alone
+    _as_sampled(bench, found)
+    hits = evictions = 0
+    for name, schedule in _phases(bench, engines):
+        bench.progress(f"C4: {name}")
+        run = engines.run(schedule, requests)
+        facts = batching_facts(run.executed, requests)
+        hits += facts.hits
+        evictions += sum(isinstance(event, Evict) for event in run.executed.events)
+        found.tokens(f"{name} = whole", compare_scored(run, alone, hits=facts.hits > 0))
+    found.require("prefix hits", hits)
+    found.require("evictions", evictions)
+    _fuzz(bench, found)
+    shortest = min(len(request.tokens) for request in requests)
+    found.require(f"the shortest request crosses {TILES} KV tiles", f"{shortest} tokens",
+                  shortest > (TILES - 1) * PAGE)  # fmt: skip
+    bench.progress("C4: red control, stock attention")
+    red, few = bench.on(with_stock(bench.plan, "attention")), requests[:2]
+    control = compare_scored(red.run("decode", few), red.run("alone", few))
+    found.control("stock attention", "one stock operator class", control.compared,
+                  control.differing)  # fmt: skip
+    if found.differs():
+        few = shorten(requests, 2, 8)
+        found.divergence = bench.culprits("paged:decode", "paged:alone", few)
+        found.culprits += culprit_lines(found)
+
+
+def culprit_lines(found: Findings) -> list[str]:
+    """Groups of culprits in words."""
+    groups = found.divergence.groups if found.divergence else ()
+    return [
+        f"{entry.op_class}: {entry.count} sites, {entry.affected} of {entry.compared} rows, "
+        f"first {entry.sites[0]}"
+        for entry in groups
+    ]
+
+
+def _as_sampled(bench: Bench, found: Findings) -> None:
+    """The logprob recorded when a token was drawn is the one that scoring gives."""
+    sampled, engines = bench.sampled, bench.on()
+    facts = batching_facts(sampled.executed, sampled.requests)
+    found.require("steps that mix prompt and decode rows", facts.mixed_steps)
+    found.require("prompts in chunks", facts.chunked_prompts)
+    found.require("prefix hits while sampling", facts.hits)
+    found.require("preemptions while sampling", facts.preemptions)
+    found.tokens("sampled = scored alone", compare_tokens(sampled, bench.alone))
+    again = engines.paged.run(replay(sampled))
+    found.tokens("sampled = its schedule replayed", compare_tokens(sampled, again))
+
+
+def _phases(bench: Bench, engines: Engines) -> Iterator[tuple[str, Schedule]]:
+    requests = bench.requests
+    yield "decode", engines.paged.schedule("decode", requests)
+    for size in CHUNKS[1:] if bench.quick else CHUNKS:
+        yield f"chunks of {size}", engines.paged.schedule(f"chunk:{size}", requests)
+    for name in ("prefix-hit", "preempt"):
+        yield name, engines.paged.schedule(name, requests)
+    yield "evict", Schedule(events=tuple(_evicted(requests)))
+
+
+def _evicted(requests: Sequence[Request]) -> Iterator[Event]:
+    """Half of each request, dropped; all of it in chunks, dropped; then whole."""
+    for request in requests:
+        half, stop = len(request.tokens) // 2, len(request.tokens)
+        bounds = [(0, half), None, (0, half), (half, stop), None, (0, stop)]
+        for bound in bounds:
+            if bound is None:
+                yield Evict(request=request.id)
+            else:
+                piece = Slice(request=request.id, start=bound[0], stop=bound[1])
+                yield Step(slices=(piece,))
+
+
+def _fuzz(bench: Bench, found: Findings) -> None:
+    engines, few = bench.on(), bench.requests[: bench.size.fuzz_requests]
+    compared = differing = hits = 0
+    first = ""
+    for seed in range(bench.seed, bench.seed + bench.size.fuzzed):
+        bench.progress(f"C4: fuzzed schedule {seed}")
+        run = engines.run(f"fuzz:{seed}", few)
+        count = compare_scored(run, bench.alone, hits=True)
+        compared, differing = compared + count.compared, differing + count.differing
+        hits += batching_facts(run.executed, few).hits
+        if count.first is not None:
+            first = first or f"first: paged:fuzz:{seed}, {count.first[0]} at {count.first[1]}"
+    detail = f"{hits} prefix hits" + (f"; {first}" if first else "")
+    found.part(f"{bench.size.fuzzed} fuzzed schedules = whole", compared, differing, detail=detail)
+
+
+REPEAT = Gate(
+    id="C2",
+    title="Repeat",
+    claim="The same schedule gives the same bits, again and again, idle and under load.",
+    check=check_repeat,
+)
+BATCH = Gate(
+    id="C3",
+    title="Batch",
+    claim="A request alone gives the bits that it has in any mix, at every batch size.",
+    check=check_batch,
+)
+PHASE = Gate(
+    id="C4",
+    title="Phase",
+    claim="Prefill, decode, any chunking, prefix hit, eviction and preemption give the same bits; "
+    "the sampled logprob is the scored one.",
+    check=check_phase,
+)

@@ -1,0 +1,279 @@
+"""Run the gates, all of them, and say what each verdict counts for.
+
+    report = run_gates(load_model("tiny:llama"), "aligned", quick=True)
+    report.status, [(gate.id, gate.status) for gate in report.gates]
+
+No gate stops another: one that cannot run to its end is inconclusive and says why. After the first
+red gate the later ones keep their own result and count as not attributable. ``zm gate`` is this
+function; :func:`rerun` is ``zm regress``.
+"""
+
+import datetime
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, cast
+
+from ...kernels.errors import (
+    CapabilityError,
+    MisalignedError,
+    UsageError,
+    ZeroMismatchError,
+)
+from ...model_recipes.apply import find_sites
+from ...model_recipes.bindings import dtype_name
+from ...model_recipes.models import LoadedModel, load_model
+from ...model_recipes.plan import Plan, plan_from
+from ...trainer.engines.base import Request as Prompt
+from ..align import only_prompt
+from ..recipe import environment_of
+from ..records import Record
+from ..scenarios import default_requests
+from . import cost, environment, gradient, inference, lifecycle, operators, scale, training
+from .base import (
+    Findings,
+    Gate,
+    GateReport,
+    GateResult,
+    Request,
+    Verdict,
+    attribute,
+    changes,
+    conclude,
+    judge,
+    mapping_digest,
+    seal,
+    verify,
+)
+from .bench import FULL, QUICK, Bench, Size, requests_digest
+
+GATES: tuple[Gate, ...] = (
+    environment.GATE,
+    operators.GATE,
+    inference.REPEAT,
+    inference.BATCH,
+    inference.PHASE,
+    training.GATE,
+    gradient.GATE,
+    lifecycle.UPDATE,
+    lifecycle.PERSISTENCE,
+    scale.GATE,
+    cost.GATE,
+)
+ROLLOUTS = ("paged",)
+
+Progress = Callable[[str], None]
+
+
+class Regression(Record):
+    """A report and its repetition. ``lost``: gates that were green and no longer are."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["regression"] = "regression"
+    status: Literal["pass", "fail", "inconclusive"]
+    reason: str
+    lost: tuple[str, ...]
+    won: tuple[str, ...]
+    """Gates that were not green and now are."""
+    changes: tuple[str, ...]
+    """What else differs from when the report was made: versions, threads."""
+    before: dict[str, Verdict]
+    after: dict[str, Verdict]
+    report: GateReport
+
+    @property
+    def exit_code(self) -> int:
+        """0 all green gates stayed green, 1 one turned red, 3 one is inconclusive now."""
+        return {"pass": 0, "fail": 1, "inconclusive": 3}[self.status]
+
+
+def run_gates(
+    model: LoadedModel,
+    plan: str | Path | Plan,
+    *,
+    rollout: str = "paged",
+    only: Sequence[str] | None = None,
+    quick: bool = False,
+    seed: int = 0,
+    prompts: Sequence[Prompt] | None = None,
+    size: Size | None = None,
+    gates: Sequence[Gate] = GATES,
+    progress: Progress = lambda stage: None,
+) -> GateReport:
+    """Run the gates of ``plan`` on ``model``; ``only``: their ids. prompts: default ours."""
+    if rollout not in ROLLOUTS:
+        raise CapabilityError(f"rollout engine {rollout!r} is not there yet; use --rollout paged")
+    chosen = _choose(gates, only)
+    size = size or (QUICK if quick else FULL)
+    resolved = plan if isinstance(plan, Plan) else plan_from(
+        plan, find_sites(model.module), model.dtype, model.device, model.identity
+    )  # fmt: skip
+    bench = Bench(
+        model=model,
+        plan=resolved,
+        prompts=tuple(prompts or default_prompts(model, size, seed)),
+        size=size,
+        quick=quick,
+        seed=seed,
+        progress=progress,
+    )
+    asked = Request(
+        model=model.spec,
+        dtype=cast(Literal["float32", "bfloat16"], dtype_name(model.dtype)),
+        device=str(model.device),
+        seed=seed,
+        rollout=rollout,
+        gates=tuple(gate.id for gate in chosen),
+        quick=quick,
+    )
+    began = time.perf_counter()
+    try:
+        results = [run_gate(gate, bench) for gate in chosen]
+    finally:
+        bench.release()
+    return _report(bench, asked, results, time.perf_counter() - began)
+
+
+def default_prompts(model: LoadedModel, size: Size, seed: int) -> list[Prompt]:
+    """Our prompts, each to be sampled for ``size.reply`` tokens; they cross three KV pages."""
+    found = default_requests(model, count=size.requests, max_reply=size.reply, seed=seed)
+    return [only_prompt(request) for request in found]
+
+
+def _choose(gates: Sequence[Gate], only: Sequence[str] | None) -> list[Gate]:
+    known = [gate.id for gate in gates]
+    unknown = [name for name in only or () if name not in known]
+    if unknown:
+        raise UsageError(f"no gate is called {unknown[0]!r}; the gates are {', '.join(known)}")
+    return [gate for gate in gates if only is None or gate.id in only]
+
+
+def run_gate(gate: Gate, bench: Bench) -> GateResult:
+    """One gate's own result; its status is not yet attributed."""
+    bench.progress(f"{gate.id} {gate.title}")
+    found, began = Findings(), time.perf_counter()
+    try:
+        gate.check(bench, found)
+    except ZeroMismatchError as error:
+        found.error = f"{type(error).__name__}: {error}"
+    result, reason = judge(found)
+    return GateResult(
+        id=gate.id,
+        title=gate.title,
+        claim=gate.claim,
+        status=result,
+        result=result,
+        reason=reason,
+        compared=sum(part.compared for part in found.parts),
+        differing=sum(part.differing for part in found.parts),
+        parts=tuple(found.parts),
+        preconditions=tuple(found.preconditions),
+        controls=tuple(found.controls),
+        culprits=tuple(found.culprits),
+        not_applicable=tuple(found.not_applicable),
+        notes=tuple(found.notes),
+        error=found.error,
+        divergence=found.divergence,
+        seconds=round(time.perf_counter() - began, 3),
+    )
+
+
+def _report(
+    bench: Bench, asked: Request, results: Sequence[GateResult], seconds: float
+) -> GateReport:
+    statuses = attribute([gate.result for gate in results])
+    gates = tuple(
+        gate.model_copy(update={"status": status})
+        for gate, status in zip(results, statuses, strict=True)
+    )
+    status, reason = conclude(gates)
+    circumstances = circumstances_of(bench.model, bench.plan)
+    return seal(
+        GateReport(
+            status=status,
+            reason=reason,
+            failed=tuple(gate.id for gate in gates if gate.result == "fail"),
+            request=asked,
+            identity=bench.model.identity,
+            plan=bench.plan,
+            plan_digest=bench.plan.digest,
+            environment=circumstances,
+            environment_digest=mapping_digest(circumstances),
+            requests_digest=requests_digest(bench.prompts),
+            gates=gates,
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            seconds=round(seconds, 3),
+        )
+    )
+
+
+def circumstances_of(model: LoadedModel, plan: Plan) -> dict[str, str]:
+    """Versions, processor, threads, dtype, plan: what may change a bit."""
+    import torch
+
+    return environment_of(model, plan) | {
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "threads": str(torch.get_num_threads()),
+    }
+
+
+def read_gates(path: Path) -> GateReport:
+    """A stored report; UsageError when it is none, or was edited."""
+    from pydantic import ValidationError
+
+    file = path / "gates.json" if path.is_dir() else path
+    try:
+        report = GateReport.model_validate_json(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"cannot read {file}: {error.strerror}; give a gate report") from error
+    except (ValidationError, UnicodeDecodeError) as error:
+        first = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
+        raise UsageError(f"{file} is no gate report ({first}); make one: `zm gate`") from error
+    faults = verify(report)
+    if faults:
+        raise UsageError(
+            f"{file} was edited: {'; '.join(faults[:3])}; run `zm gate` again to get a report"
+        )
+    return report
+
+
+def rerun(report: GateReport, *, progress: Progress = lambda stage: None) -> Regression:
+    """The same gates on the same weights and plan, now; green ones must stay green."""
+    asked = report.request
+    progress(f"loading {asked.model}")
+    model = load_model(asked.model, dtype=asked.dtype, device=asked.device, seed=asked.seed)
+    moved = changes(report, model.identity, circumstances_of(model, report.plan))
+    foreign = [entry for entry in moved if entry.startswith(("weights", "config", "model type"))]
+    if foreign:
+        raise MisalignedError(
+            f"the report is about another model ({'; '.join(foreign)}); run `zm gate` on this one"
+        )
+    again = run_gates(
+        model, report.plan, rollout=asked.rollout, only=asked.gates, quick=asked.quick,
+        seed=asked.seed, progress=progress,
+    )  # fmt: skip
+    return compare(report, again, moved)
+
+
+def compare(report: GateReport, again: GateReport, moved: Sequence[str]) -> Regression:
+    """Two reports about the same thing, gate by gate, by their own results."""
+    before = {gate.id: gate.result for gate in report.gates}
+    after = {gate.id: gate.result for gate in again.gates}
+    lost = tuple(name for name, verdict in before.items() if verdict == "pass" != after[name])
+    won = tuple(name for name, verdict in after.items() if verdict == "pass" != before[name])
+    red = [name for name in lost if after[name] == "fail"]
+    status: Literal["pass", "fail", "inconclusive"] = (
+        "fail" if red else "inconclusive" if lost else "pass"
+    )
+    reason = f"{len(before)} gates again, every green one stayed green."
+    if lost:
+        first = next(gate for gate in again.gates if gate.id == lost[0])
+        reason = f"{', '.join(lost)} no longer passed; {first.id}: {first.reason}."
+    elif "pass" not in before.values():
+        status, reason = "inconclusive", "no gate of the report was green; run `zm gate` again."
+    return Regression(
+        status=status, reason=reason, lost=lost, won=won, changes=tuple(moved),
+        before=before, after=after, report=again,
+    )  # fmt: skip
+
+

@@ -1,0 +1,210 @@
+"""C5: the trainer computes what the rollout sampled, and it is still the right model.
+
+First site by site (``localize``, self-test included), then every sampled token; padded = packed =
+whole requests one by one; with gradient checkpointing, logprobs and gradients. Equal bits prove
+nothing if both compute another model, so the logprobs' error against transformers' own module,
+untouched, in fp64, may be at most twice that of the stock model at the same dtype; and a model whose
+next token is nearly random proves nothing either: its mean entropy may be at most 70 % of a uniform
+one's. Red controls: stock attention, and a rotary table that is wrong in one row of a hundred.
+
+C6 is in ``gradient.py``.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ...kernels import bits
+from ...trainer.engines.base import Request, Schedule, SiteCall, Slice, Step
+from ..accuracy import Accuracy, measure_accuracy, reference_logprobs
+from ..align import shorten
+from ..rollouts import compare_tokens, logprob_values
+from .base import Findings, Gate
+from .bench import Bench, compare_scored, gradients, with_stock
+from .inference import culprit_lines
+
+MAX_ENTROPY = 0.7
+LOCALIZED = 4
+
+
+def check(bench: Bench, found: Findings) -> None:
+    """See the module."""
+    _site_by_site(bench, found)
+    requests, packed, engines = bench.requests, bench.packed, bench.on()
+    bench.progress("C5: every sampled token")
+    found.tokens("sampled by the rollout = packed trainer", compare_tokens(bench.sampled, packed))
+    found.tokens("rollout, mixed = packed trainer",
+                 compare_scored(engines.run("mixed", requests), packed))  # fmt: skip
+    for name, schedule in _paddings(requests).items():
+        run = engines.run(schedule, requests, engine="packed")
+        found.tokens(f"{name} = packed", compare_scored(run, packed))
+    _checkpointing(bench, found)
+    _accuracy(bench, found)
+    _entropy(bench, found)
+    bench.progress("C5: red control, stock attention")
+    red, few = bench.on(with_stock(bench.plan, "attention")), requests[:2]
+    control = compare_scored(red.run("decode", few), red.pack(few))
+    found.control("stock attention", "one stock operator class", control.compared,
+                  control.differing)  # fmt: skip
+
+
+def _site_by_site(bench: Bench, found: Findings) -> None:
+    bench.progress("C5: site by site")
+    few = shorten(bench.requests, 2 if bench.quick else LOCALIZED)
+    verdict = bench.culprits("packed:packed", "paged:mixed", few)
+    coverage = verdict.coverage
+    if coverage is not None:
+        detail = f"{coverage.shared} sites, coverage {coverage.share:.0%}"
+        found.part("packed = rollout, site by site", coverage.rows, coverage.differing_rows,
+                   "site rows", detail)  # fmt: skip
+        found.require("coverage of sites", f"{coverage.share:.0%}",
+                      coverage.share >= coverage.threshold)  # fmt: skip
+    found.require("the two sides may be compared", verdict.status,
+                  verdict.status in ("EQUAL", "DIVERGENT"))  # fmt: skip
+    if verdict.self_test is not None:
+        found.control("one activation bit and one weight bit", verdict.self_test.activation, 2,
+                      2 * verdict.self_test.passed, red=verdict.self_test.passed)  # fmt: skip
+    if verdict.status != "EQUAL":
+        found.divergence = verdict
+        found.culprits += culprit_lines(found)
+
+
+def _paddings(requests: Sequence[Request]) -> dict[str, Schedule]:
+    def whole(group: Sequence[Request], padded: int) -> Step:
+        slices = (Slice(request=r.id, start=0, stop=len(r.tokens)) for r in group)
+        return Step(slices=tuple(slices), padded_rows=padded)
+
+    longest = max(len(request.tokens) for request in requests)
+    each = (whole([r], longest - len(r.tokens)) for r in requests)
+    return {
+        "padded to the longest, one by one": Schedule(events=tuple(each)),
+        "all, beside 33 padding rows": Schedule(events=(whole(requests, 33),)),
+        "micro-batches of three": Schedule(
+            events=tuple(
+                whole(requests[first : first + 3], 0) for first in range(0, len(requests), 3)
+            )
+        ),
+    }
+
+
+@contextmanager
+def checkpointed(module: nn.Module) -> Iterator[None]:
+    """Gradient checkpointing, which transformers does in training mode only."""
+    model = cast(Any, module)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    modes = {child: child.training for child in module.modules()}
+    module.train()
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+        for child, training in modes.items():
+            child.training = training
+
+
+def _checkpointing(bench: Bench, found: Findings) -> None:
+    bench.progress("C5: gradient checkpointing")
+    requests, engine = bench.requests[: bench.size.gradient_requests], bench.on().packed
+    counted = 0
+
+    def forwards(*_: object) -> None:
+        nonlocal counted
+        counted += 1
+
+    def once() -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = engine.logprobs(requests)
+        logprobs.sum().backward()
+        return logprobs.detach(), gradients(bench.model)
+
+    layer = next(m for m in bench.model.module.modules() if hasattr(m, "gradient_checkpointing"))
+    watched = next(child for child in layer.modules() if isinstance(child, nn.Linear))
+    handle = watched.register_forward_hook(forwards)
+    try:
+        plain, wanted = once()
+        before = counted
+        with checkpointed(bench.model.module):
+            again, got = once()
+    finally:
+        handle.remove()
+    found.require("checkpointing recomputes (forwards of one layer)",
+                  f"{before}, then {counted - before}", counted - before > before)  # fmt: skip
+    wrong = int((~bits.equal_rows(plain, again)).sum())
+    found.part("with gradient checkpointing", len(plain), wrong)
+    odd = [name for name, grad in wanted.items() if not bits.equal(grad, got[name])]
+    found.part("gradients with checkpointing", len(wanted), len(odd), "tensors", ", ".join(odd[:3]))
+
+
+class WrongTable:
+    """Observer that computes the rotary table of chosen rows for half their position."""
+
+    def __init__(self, rows: frozenset[tuple[str, int]]) -> None:
+        self.chosen = rows
+        self.rows = 0
+        self._index: list[int] = []
+        self._count = 0
+
+    def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
+        """Find the rows."""
+        self._index = [i for i, row in enumerate(rows) if tuple(row) in self.chosen]
+        self._count = len(rows)
+
+    def on_site(self, call: SiteCall, /) -> Tensor | None:
+        """Replace the table's rows."""
+        if call.site.op_class != "rotary_table" or call.rerun is None or not self._index:
+            return None
+        positions = call.inputs["positions"].clone()
+        positions[self._index] //= 2
+        self.rows += len(self._index)
+        return call.rerun({"positions": positions})
+
+
+def _accuracy(bench: Bench, found: Findings) -> None:
+    bench.progress("C5: error against untouched transformers in fp64")
+    requests, stock = bench.requests, bench.stock_packed
+    reference = reference_logprobs(bench.pristine, requests)
+    accuracy = measure_accuracy(reference, ours=bench.packed, stock=stock)
+    found.part("error against fp64 at most twice stock's", accuracy.compared, _beyond(accuracy),
+               detail=_sizes(accuracy))  # fmt: skip
+    rows = sum(len(request.tokens) for request in requests)
+    chosen = [(r.id, r.sampled_mask.index(True) - 1) for r in requests if True in r.sampled_mask]
+    wrong = WrongTable(frozenset(chosen[: max(1, rows // 100)]))
+    run = bench.on().pack(requests, wrong)
+    spoiled = measure_accuracy(reference, ours=run, stock=stock)
+    found.control("a wrong rotary table", f"{len(wrong.chosen)} of {rows} rows", spoiled.compared,
+                  _beyond(spoiled))  # fmt: skip
+
+
+def _beyond(accuracy: Accuracy) -> int:
+    """Tokens beyond the allowance; all of them when the mean is."""
+    too_far = accuracy.ours.mean > accuracy.allowance * accuracy.stock.mean
+    return accuracy.compared if too_far else accuracy.beyond
+
+
+def _sizes(accuracy: Accuracy) -> str:
+    ours, stock = accuracy.ours, accuracy.stock
+    return (
+        f"mean {ours.mean:.2e} (stock {stock.mean:.2e}), largest {ours.largest:.2e} "
+        f"(stock {stock.largest:.2e})"
+    )
+
+
+def _entropy(bench: Bench, found: Findings) -> None:
+    """Sampled tokens' mean -logprob estimates the entropy of what they were drawn from."""
+    values = logprob_values(bench.sampled).values()
+    entropy = -math.fsum(values) / max(1, len(values))
+    share = entropy / math.log(bench.model.config.vocab_size)
+    found.require("mean next-token entropy at most 70 % of a uniform one's", f"{share:.0%}",
+                  len(values) > 0 and share <= MAX_ENTROPY)  # fmt: skip
+
+
+GATE = Gate(
+    id="C5",
+    title="Trainer",
+    claim="The packed trainer forward is the rollout, site by site and token by token, padded or "
+    "packed or checkpointed; and it is still the right model.",
+    check=check,
+)
