@@ -24,11 +24,11 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
-from ..kernels.errors import ContractError, RecipeError, UncoveredSiteError
+from ..kernels.errors import RecipeError, UncoveredSiteError
 from . import operators
 from .attention import CONTEXT_NAME, AttentionSite, register_names
 from .audit import Audit, probe_inputs
-from .bindings import kernel
+from .head import Head, find_tail
 from .operators import Installer
 from .plan import STOCK, Plan, check_plan, plan_from, stock_plan
 from .recognise import Operator, first_tensor, recognise
@@ -64,7 +64,6 @@ class Instrument:
         self._unhook: Callable[[], None] | None = None
         self._inline: dict[str, Site] = {}
         self._installer = Installer(tap=self._tap, plan=plan, names=parameter_names(module))
-        self._logits: Callable[[Tensor], Tensor] = lambda h: h  # set by _install
         try:
             self._install()
             self.audit = self._audit()
@@ -86,62 +85,18 @@ class Instrument:
         self._follow(listener is not None)
 
     def head_logits(self, hidden: Tensor) -> Tensor:
-        """``hidden[T, H]`` -> fp32 logits ``[T, V]`` (site of the LM head)."""
-        if not self._tap.watching:
-            return self._logits(hidden)
-        self._tap.begin_rows(self._head_site)
-        return self._tap.through(
-            self._head_site,
-            lambda inputs: self._logits(inputs["h"]),
-            {"h": hidden},
-            weights=self._head_weights,
-            flat=True,
-        )
+        """``hidden[T, H]`` -> fp32 logits ``[T, V]`` (site of the LM head, and of its tail)."""
+        return self._head.logits(hidden)
 
     def head_logprob(
         self, hidden: Tensor, targets: Tensor, temperature: float | Tensor = 1.0
     ) -> Tensor:
-        """``hidden[T, H]``, ``targets[T]`` -> fp32 logprob ``[T]``: sites LM head and ``logprob``.
+        """``hidden[T, H]``, ``targets[T]`` -> fp32 logprob ``[T]``: the sites of the head.
 
-        With a listener the logits of all rows are held at once: hand over blocks of rows.
+        With a listener, or where the model changes its logits after the head, the logits of all
+        rows are held at once: hand over blocks of rows.
         """
-        rows = hidden.shape[0]
-        if isinstance(temperature, Tensor):
-            temperatures = temperature.to(hidden.device, torch.float32)
-        else:
-            temperatures = torch.full(
-                (rows,), temperature, dtype=torch.float32, device=hidden.device
-            )
-        if targets.shape != (rows,) or temperatures.shape != (rows,):
-            raise ContractError(
-                f"{rows} hidden rows need as many targets and temperatures (got "
-                f"{list(targets.shape)}, "
-                f"{list(temperatures.shape)}); pass one of each per row"
-            )
-        if not bool((temperatures > 0).all()):
-            raise ContractError(
-                "temperature must be positive to score a token; score greedy samples at 1"
-            )
-        aligned = STOCK not in (
-            self.plan.choice(self._head_site),
-            self.plan.choice(self._logprob_site),
-        )
-        if aligned and not self._tap.watching:
-            head = cast(nn.Linear, self._head.module)
-            return kernel("logprob").lm_head_logprob(
-                hidden, head.weight, targets, head.bias, temperatures
-            )
-        logits = self.head_logits(hidden)
-        self._tap.begin_rows(self._logprob_site)
-        inputs = {"logits": logits, "targets": targets, "temperature": temperatures}
-        return self._tap.through(
-            self._logprob_site,
-            lambda values: self._logprob(
-                values["logits"], values["targets"], values["temperature"]
-            ),
-            inputs,
-            flat=True,
-        )
+        return self._head.logprob(hidden, targets, temperature)
 
     def remove(self) -> None:
         """Take the plan off again; the model is as it was."""
@@ -154,20 +109,18 @@ class Instrument:
 
     def _install(self) -> None:
         found = recognise(self.module)
+        tail = find_tail(self.module)
         self._own_config()
-        original = cast(Any, self.module).config._attn_implementation
+        config = cast(Any, self.module).config
+        original = config._attn_implementation
         watched = register_names(original)
-        name = CONTEXT_NAME if self.attention_mode == "context" else watched
-        cast(Any, self.module).config._attn_implementation = name
+        config._attn_implementation = CONTEXT_NAME if self.attention_mode == "context" else watched
+        if tail is not None:
+            tail.switch_off(config)
         for operator in found:
             self._install_one(operator, original)
-        self._head = next(operator for operator in found if operator.kind == "lm_head")
-        self._head_site = next(site for site in self._installer.sites if site.op_class == "lm_head")
-        self._head_weights = operators.tensor_names(
-            self._head.module, self._head.path, self._installer.names
-        )
-        self._logprob_site, choice = self._installer.site("logprob", "logprob")
-        self._logprob = operators.logprob_function(choice)
+        head = next(operator for operator in found if operator.kind == "lm_head")
+        self._head = Head(self._installer, head, tail)
         self._wrap_base()
 
     def _install_one(self, operator: Operator, original: str) -> None:
@@ -176,7 +129,7 @@ class Instrument:
             case "linear":
                 operators.install_linear(installer, operator)
             case "lm_head":
-                self._logits = operators.install_lm_head(installer, operator)
+                pass  # the head comes last
             case "rmsnorm":
                 operators.install_rmsnorm(installer, operator)
             case "embedding" | "scaled_embedding":
@@ -272,12 +225,15 @@ class Instrument:
             self._tap.auditing = False
             for child, training in modes.items():
                 child.training = training
-        executed = [site for site in self._tap.executed.values() if site.op_class != "lm_head"]
-        scaled_head = [site for site in executed if site.name in self._inline and not site.path]
-        uncovered += [Uncovered("", f"{site.part} on the logits") for site in scaled_head]
-        idle = [site for site in self._installer.sites if site.name not in self._tap.executed]
-        idle = [site for site in idle if site is not self._logprob_site]
-        self.sites = (*executed, *idle, self._head_site, self._logprob_site)
+        last = {site.name for site in self._head.sites}
+        executed = [site for site in self._tap.executed.values() if site.name not in last]
+        on_logits = [site for site in executed if site.name in self._inline and not site.path]
+        if self._head.tail is None:
+            uncovered += [Uncovered("", f"{site.part} on the logits") for site in on_logits]
+        executed = [site for site in executed if site not in on_logits]
+        seen = last | set(self._tap.executed)
+        idle = [site for site in self._installer.sites if site.name not in seen]
+        self.sites = (*executed, *idle, *self._head.sites)
         return Audit(tuple(executed), tuple(uncovered))
 
 

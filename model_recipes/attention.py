@@ -172,6 +172,25 @@ def register_names(original: str | None) -> str:
     return watched
 
 
+def keep_softcap(module: nn.Module) -> None:
+    """Run stock attention eagerly where the model bends its scores (Gemma 2).
+
+    transformers' sdpa drops the ``softcap`` that the model hands over, without a word: the stock
+    model would then be another model.
+    """
+    config = cast(Any, module).config
+    bent = getattr(config, "attn_logit_softcapping", None) is not None
+    if not bent or config._attn_implementation != "sdpa":
+        return
+    if any(map(_passes_softcap, module.modules())):
+        cast(Any, module).set_attn_implementation("eager")
+
+
+def _passes_softcap(module: nn.Module) -> bool:
+    code = getattr(type(module).forward, "__code__", None)
+    return code is not None and any("softcap" in c for c in code.co_consts if isinstance(c, tuple))
+
+
 def attention_function(module: nn.Module, name: str) -> AttentionRun:
     """transformers' function for ``name``, as this module's code would look it up."""
     from transformers import AttentionInterface

@@ -31,11 +31,14 @@ _KERNELS = {
     "rotary": "rotary",
     "attention": "attention",
     "gated": "gated",
+    "gated_gelu": "gated",
     "activation": "gated",
+    "activation_gelu": "gated",
     "lm_head": "logprob",
+    "softcap": "gated",
     "logprob": "logprob",
 }
-_ALWAYS_FP32 = frozenset(("rotary_table", "logprob"))  # whatever the dtype of the model
+_ALWAYS_FP32 = frozenset(("rotary_table", "softcap", "logprob"))  # whatever the dtype of the model
 _EXACT = {"add": POINTWISE, "mul": POINTWISE, "kv_write": COPY}
 
 OP_CLASSES = (*_KERNELS, *_EXACT)

@@ -15,6 +15,7 @@ from torch import nn
 from .apply import Instrument
 from .bindings import aligned_contract
 from .models import LoadedModel
+from .operators import ACTIVATIONS
 from .plan import stock_plan
 from .recognise import recognise
 from .rotary_table import why_uncovered
@@ -73,9 +74,9 @@ def _without_kernel(module: nn.Module) -> dict[str, str]:
     reasons: dict[str, str] = {}
     for operator in recognise(module):
         activation = operator.facts.get("activation", "silu")
-        if operator.kind == "gated" and activation != "silu":
+        if operator.kind == "gated" and activation not in ACTIVATIONS:
             reasons[f"{operator.path}#gated"] = f"no kernel contract for {activation} here"
-        elif operator.kind == "activation" and activation != "silu":
+        elif operator.kind == "activation" and activation not in ACTIVATIONS:
             reasons[operator.path] = f"no kernel contract for {activation} here"
         elif operator.kind == "rotary_table" and (reason := why_uncovered(operator.module)):
             reasons[operator.path] = reason

@@ -19,6 +19,7 @@ from torch import nn
 
 from ..kernels.errors import CapabilityError, UsageError
 from . import checkpoint, smollm2, tiny
+from .attention import keep_softcap
 from .schema import ModelIdentity
 from .state import aliases, check_finite, config_digest, state_digest, weights_root
 
@@ -130,6 +131,7 @@ def load_model(
         module = checkpoint.load_checkpoint(folder.expanduser(), dtype=wanted)
         tokenizer = _load_tokenizer(folder.expanduser())
     check_finite(module, spec)
+    keep_softcap(module)
     return LoadedModel(
         spec=spec, module=module.to(place), tokenizer=tokenizer, config=module.config
     )

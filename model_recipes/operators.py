@@ -82,23 +82,15 @@ def install_linear(installer: Installer, operator: Operator) -> None:
     installer.put_unary(operator, "x", site, run)
 
 
-def install_lm_head(installer: Installer, operator: Operator) -> Callable[[Tensor], Tensor]:
-    """The LM head; returns ``h -> fp32 logits``, unobserved."""
-    site, choice = installer.site(operator.path, "lm_head")
-    module = cast(nn.Linear, operator.module)
-    original = _original(module)
+def lm_head_function(module: nn.Linear, choice: str) -> Callable[[Tensor], Tensor]:
+    """``h -> logits``: stock in the model's dtype, by contract fp32."""
+    if choice == STOCK:
+        return _original(module)
+    lm_head = kernel("lm_head").lm_head
 
     def aligned(h: Tensor) -> Tensor:
         return lm_head(h, module.weight, module.bias)
 
-    def stock(h: Tensor) -> Tensor:
-        return original(h).float()
-
-    if choice == STOCK:
-        installer.put_unary(operator, "h", site, original)
-        return stock
-    lm_head = kernel("lm_head").lm_head
-    installer.put_unary(operator, "h", site, aligned)
     return aligned
 
 
@@ -143,26 +135,37 @@ def install_embedding(installer: Installer, operator: Operator) -> None:
 
 def install_activation(installer: Installer, operator: Operator) -> None:
     """An activation that stands alone."""
-    site, choice = installer.site(operator.path, "activation")
+    op_class, function, _ = ACTIVATIONS.get(operator.facts["activation"], _UNKNOWN)
+    site, choice = installer.site(operator.path, op_class)
     run: Callable[[Tensor], Tensor] = _original(operator.module)
     if choice != STOCK:
-        _require_silu(site, operator)
-        run = kernel("activation").silu
+        _require_kernel(site, operator)
+        run = getattr(kernel(op_class), function)
     installer.put_unary(operator, "x", site, run)
 
 
-def _require_silu(site: Site, operator: Operator) -> None:
-    if operator.facts["activation"] != "silu":
+# Activation -> class of the activation, its kernel, the gated product's kernel.
+ACTIVATIONS = {
+    "silu": ("activation", "silu", "silu_mul"),
+    "gelu_tanh": ("activation_gelu", "gelu", "gelu_mul"),
+}
+_UNKNOWN = ("activation", "", "")
+
+
+def _require_kernel(site: Site, operator: Operator) -> None:
+    activation = operator.facts["activation"]
+    if activation not in ACTIVATIONS:
         raise UncoveredSiteError(
-            f"{site.name} uses {operator.facts['activation']}, for which there is no kernel "
-            "contract; "
-            "override this site with stock, or use `--plan stock`"
+            f"{site.name} uses {activation}, for which there is no kernel contract; override this "
+            "site with stock, or use `--plan stock`"
         )
 
 
 def install_gated(installer: Installer, operator: Operator) -> None:
     """The product in ``down(act(gate(x)) * up(x))``; the projections are sites too."""
-    site, choice = installer.site(operator.path, "gated", "gated")
+    op_class, _, fused = ACTIVATIONS.get(operator.facts["activation"], _UNKNOWN)
+    op_class = op_class.replace("activation", "gated")
+    site, choice = installer.site(operator.path, op_class, "gated")
     tap, module = installer.tap, operator.module
     down, act, gate, up = (
         cast(nn.Module, getattr(module, operator.facts[name]))
@@ -174,8 +177,8 @@ def install_gated(installer: Installer, operator: Operator) -> None:
 
     product: Callable[[Tensor, Tensor], Tensor] = stock
     if choice != STOCK:
-        _require_silu(site, operator)
-        product = kernel("gated").silu_mul
+        _require_kernel(site, operator)
+        product = getattr(kernel(op_class), fused)
 
     def on_inputs(inputs: Mapping[str, Tensor]) -> Tensor:
         return product(inputs["gate"], inputs["up"])
@@ -235,7 +238,7 @@ def install_rotary(installer: Installer, operator: Operator) -> None:
     tap = installer.tap
     rotate = _stock_rotary(original)
     if choice != STOCK:
-        rotate = kernel("rotary").apply_rotary
+        rotate = _aligned_rotary(takes_half_tables(original))
 
     def one(site: Site, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, _, tokens, _ = x.shape
@@ -265,6 +268,30 @@ def install_rotary(installer: Installer, operator: Operator) -> None:
     forward = replace_global(operator.module, ROTARY_FUNCTION, apply)
     assert forward is not None
     installer.put_forward(operator.module, forward)
+
+
+def takes_half_tables(original: Callable[..., Any]) -> bool:
+    """Whether transformers' function wants every frequency once (gpt_oss), found by running it.
+
+    With tables half as wide as the head, most functions cannot run or leave columns as they are.
+    """
+    x, table = torch.ones(1, 1, 1, 4), torch.zeros(1, 1, 2)
+    try:
+        rotated = original(x, x, table, table)[0]
+    except RuntimeError:
+        return False
+    return rotated.shape == x.shape and not bool(rotated.any())
+
+
+def _aligned_rotary(half_tables: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    apply_rotary = kernel("rotary").apply_rotary
+    if not half_tables:
+        return apply_rotary
+
+    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply_rotary(x, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1))
+
+    return rotate
 
 
 def _stock_rotary(original: Callable[..., Any]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

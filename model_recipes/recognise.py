@@ -10,6 +10,7 @@ recognised stays a container, and the audit (:mod:`.audit`) names every number i
 One operator may have several sites: rotary embedding acts on q and on k.
 """
 
+import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -110,8 +111,14 @@ def _is_activation(child: nn.Module) -> bool:
 
 
 def activation_name(child: nn.Module) -> str:
-    """``silu`` where the module is SiLU, else its class name."""
-    return "silu" if type(child).__name__ in ("SiLU", "SiLUActivation") else type(child).__name__
+    """``silu``, ``gelu_tanh`` (only the one that torch computes in one step), else the class."""
+    name = type(child).__name__
+    if name in ("SiLU", "SiLUActivation"):
+        return "silu"
+    in_one_step = name == "GELUTanh" and isinstance(getattr(child, "act", None), functools.partial)
+    if in_one_step or (isinstance(child, nn.GELU) and child.approximate == "tanh"):
+        return "gelu_tanh"
+    return name
 
 
 def norm_facts(

@@ -4,8 +4,9 @@ Stock tables come from an fp32 product and a vectorised cosine. Ours are rows of
 frequencies and angles in fp64, cosine and sine rounded once (contract ``rotary_table``), grown by
 powers of two and indexed by position, so that a row depends on its position only.
 
-The rope type must be one whose inverse frequencies are written down here; the module's own fp32
-buffer proves that they are the right ones.
+The rope type must be one whose inverse frequencies are written down in :mod:`.rope`; the module's
+own fp32 buffer proves that they are the right ones. A table has the width of the module's own:
+every frequency twice, or once where the model's rotation takes half tables (gpt_oss).
 """
 
 from typing import Any, cast
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from ..kernels.errors import ContractError, UncoveredSiteError
 from .bindings import kernel
+from .rope import frequencies, grows_with_length
 
 _FIRST_ROWS = 256
 
@@ -23,16 +25,11 @@ def inverse_frequencies(module: nn.Module, layer_type: str | None = None) -> Ten
     """fp64 inverse frequencies ``[D / 2]`` of a rotary module; None for other rope types."""
     config = cast(Any, module).config
     parameters = config.rope_parameters[layer_type] if layer_type else config.rope_parameters
-    kind = parameters["rope_type"]
     own = cast(Tensor, getattr(module, f"{layer_type}_inv_freq" if layer_type else "inv_freq"))
-    width = 2 * own.numel()
-    exponents = torch.arange(0, width, 2, dtype=torch.float64) / width
-    frequencies = 1.0 / (float(parameters["rope_theta"]) ** exponents)
-    if kind == "linear":
-        frequencies = frequencies / float(parameters["factor"])
-    known = kind in ("default", "linear")
-    close = known and torch.allclose(frequencies, own.double().cpu(), rtol=1e-5, atol=0.0)
-    return frequencies if close else None
+    found = frequencies(parameters, 2 * own.numel())
+    if found is None or not torch.allclose(found, own.double().cpu(), rtol=1e-5, atol=0.0):
+        return None
+    return found
 
 
 def why_uncovered(module: nn.Module) -> str | None:
@@ -57,6 +54,7 @@ class RotaryTable:
             )
         self.module = module
         self.name = name
+        self._halves = _has_half_tables(module)
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
     def __call__(
@@ -75,16 +73,39 @@ class RotaryTable:
         limit = int(cast(Any, self.module).config.max_position_embeddings)
         if longest > limit:
             raise ContractError(
-                f"{self.name}: position {longest - 1} is past the model's length {limit}; shorten "
-                "the request"
+                f"{self.name}: position {longest - 1} is past the model's length {limit}"
+                f"{_why_no_longer(self.module, layer_type)}; shorten the request"
             )
         size = _FIRST_ROWS
         while size < longest:
             size *= 2
         suffix = f"{layer_type}_" if layer_type else ""
         scaling = float(getattr(self.module, f"{suffix}attention_scaling"))
-        frequencies = inverse_frequencies(self.module, layer_type)
+        found = inverse_frequencies(self.module, layer_type)
         table = kernel("rotary_table").rotary_table
-        cos, sin = table(frequencies, torch.arange(size), scaling)
+        cos, sin = table(found, torch.arange(size), scaling)
+        if self._halves:
+            cos, sin = cos.chunk(2, dim=1)[0], sin.chunk(2, dim=1)[0]
         self._tables[layer_type] = (cos.to(device), sin.to(device))
         return self._tables[layer_type]
+
+
+def _has_half_tables(module: nn.Module) -> bool:
+    """Whether the module's own cos has each frequency once; found out by running it."""
+    layer_types = getattr(module, "layer_types", None) or (None,)
+    name = f"{layer_types[0]}_inv_freq" if layer_types[0] else "inv_freq"
+    own = cast(Tensor, getattr(module, name))
+    arguments = () if layer_types[0] is None else (layer_types[0],)
+    position = torch.zeros(1, 1, dtype=torch.int64, device=own.device)
+    cos, _ = module(torch.zeros(1, device=own.device), position, *arguments)
+    return cos.shape[-1] == own.numel()
+
+
+def _why_no_longer(module: nn.Module, layer_type: str | None) -> str:
+    parameters = cast(Any, module).config.rope_parameters
+    if not grows_with_length(parameters[layer_type] if layer_type else parameters):
+        return ""
+    return (
+        ", where dynamic scaling takes one base from the longest sequence of the batch, so that a "
+        "token's value would depend on its neighbours and on what comes later"
+    )

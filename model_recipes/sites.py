@@ -25,8 +25,8 @@ class Site:
     path: module path in the transformers model (``model.layers.0.mlp``).
     part: which operator inside that module; empty when the module is the operator.
     op_class: ``linear``, ``rmsnorm``, ``rotary``, ``rotary_table``, ``attention``, ``gated``,
-        ``activation``, ``add`` (also differences), ``mul`` (also quotients), ``embedding``,
-        ``lm_head``, ``logprob``, ``kv_write``.
+        ``gated_gelu``, ``activation``, ``activation_gelu``, ``add`` (also differences), ``mul``
+        (also quotients), ``embedding``, ``lm_head``, ``softcap``, ``logprob``, ``kv_write``.
     contract: contract id under the applied plan; None means stock and uncertified.
     """
 

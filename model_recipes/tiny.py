@@ -3,6 +3,8 @@
     tiny:llama                          grouped-query attention, tied head
     tiny:llama+attention_bias+mlp_bias  the same with biases
     tiny:llama+untied                   its own LM head
+    tiny:qwen3+yarn                     scaled rotary frequencies (linear, dynamic, yarn, llama3)
+    tiny:gemma3_text+softcap            final logits bent by a tanh
 
 They are small but big enough to tell the truth: hidden size 360 (no power of two, no multiple of
 16), two layers, at least three tiles on every reduced axis, a vocabulary of odd size, and weights
@@ -40,6 +42,16 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _UNTIED = {"untied": {"tie_word_embeddings": False}}
+_SHORT = {"original_max_position_embeddings": 64}
+_ROPES: dict[str, dict[str, Any]] = {
+    name: {"rope_parameters": {"rope_type": name, "rope_theta": 10000.0, "factor": 32.0, **more}}
+    for name, more in {
+        "linear": {"factor": 4.0},
+        "dynamic": {"factor": 4.0},
+        "yarn": _SHORT,
+        "llama3": _SHORT | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    }.items()
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,10 +71,14 @@ class Entry:
 _ENTRIES: dict[str, Entry] = {
     "llama": Entry(
         features=_UNTIED
+        | _ROPES
         | {"attention_bias": {"attention_bias": True}, "mlp_bias": {"mlp_bias": True}}
     ),
-    "qwen2": Entry(),
-    "qwen3": Entry(),
+    "qwen2": Entry(
+        features=_UNTIED
+        | {"window": {"use_sliding_window": True, "sliding_window": 40, "max_window_layers": 1}}
+    ),
+    "qwen3": Entry(features=_UNTIED | _ROPES),
     "mistral": Entry(
         fields={"sliding_window": 40}, features=_UNTIED | {"full": {"sliding_window": None}}
     ),
@@ -72,6 +88,24 @@ _ENTRIES: dict[str, Entry] = {
             "sliding_window": 40,
             "query_pre_attn_scalar": 48,
             "layer_types": ["sliding_attention", "full_attention"],
+        },
+        features=_UNTIED | {"softcap": {"final_logit_softcapping": 15.0}},
+    ),
+    "gemma2": Entry(
+        norm_centres={"post_": 11.0, "": 0.0},
+        fields={
+            "sliding_window": 40,
+            "query_pre_attn_scalar": 48,
+            "final_logit_softcapping": 15.0,
+            "attn_logit_softcapping": 5.0,
+        },
+    ),
+    "granite": Entry(
+        fields={
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.8,
+            "attention_multiplier": 0.11,
+            "logits_scaling": 1.3,
         },
     ),
 }

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.activations import ACT2FN
 
 from zeromismatch.kernels import bits
 from zeromismatch.kernels.errors import (
@@ -85,6 +86,11 @@ def test_every_operator_of_tiny_llama_is_a_site(model: Any) -> None:
         "tiny:qwen3",
         "tiny:mistral",
         "tiny:gemma3_text",
+        "tiny:gemma3_text+softcap",
+        "tiny:gemma2",
+        "tiny:granite",
+        "tiny:qwen2+window",
+        "tiny:llama+yarn",
     ],
 )
 @torch.no_grad()
@@ -313,10 +319,10 @@ def test_a_plan_without_a_rule_names_the_site(model: Any) -> None:
         apply_plan(model, Plan(name="partial", rules=rules))
 
 
-def test_an_activation_without_a_kernel_names_the_site() -> None:
-    gemma = tiny.build("tiny:gemma3_text", dtype=torch.float32)
-    with pytest.raises(UncoveredSiteError, match=r"model\.layers\.0\.mlp#gated uses GELUTanh"):
-        apply_plan(gemma, ALIGNED)
+def test_an_activation_without_a_kernel_names_the_site(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = ACT2FN["gelu_new"]
+    with pytest.raises(UncoveredSiteError, match=r"layers\.0\.mlp#gated uses NewGELUActivation"):
+        apply_plan(model, ALIGNED)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from zeromismatch.kernels.errors import UncoveredSiteError
 from zeromismatch.model_recipes import tiny
@@ -65,12 +66,12 @@ def test_inspect_lists_uncovered_functions_instead_of_raising(model: Any) -> Non
     assert all(row.has_kernel for row in rows if row.op_class != "uncovered")
 
 
-def test_inspect_says_which_variant_has_no_kernel() -> None:
-    model = tiny.build("tiny:gemma3_text", dtype=torch.float32)
-    loaded = LoadedModel(spec="tiny:gemma3_text", module=model, tokenizer=None, config=model.config)
+def test_inspect_says_which_variant_has_no_kernel(model: Any) -> None:
+    model.model.layers[1].mlp.act_fn = ACT2FN["gelu_new"]
+    loaded = LoadedModel(spec="custom", module=model, tokenizer=None, config=model.config)
     bare = [row for row in inspect_model(loaded) if not row.has_kernel]
-    assert [row.site for row in bare] == ["model.layers.0.mlp#gated", "model.layers.1.mlp#gated"]
-    assert all("GELUTanh" in row.note for row in bare)
+    assert [row.site for row in bare] == ["model.layers.1.mlp#gated"]
+    assert all("NewGELUActivation" in row.note for row in bare)
 
 
 @torch.no_grad()

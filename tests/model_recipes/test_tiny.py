@@ -10,7 +10,8 @@ from zeromismatch.model_recipes import tiny
 from zeromismatch.model_recipes.models import load_model
 
 SPECS = ("tiny:llama", "tiny:llama+untied", "tiny:llama+attention_bias+mlp_bias", "tiny:qwen2",
-         "tiny:qwen3", "tiny:mistral", "tiny:gemma3_text")  # fmt: skip
+         "tiny:qwen3", "tiny:mistral", "tiny:gemma3_text", "tiny:gemma3_text+softcap",
+         "tiny:gemma2", "tiny:granite", "tiny:llama+yarn", "tiny:llama+llama3")  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", SPECS)

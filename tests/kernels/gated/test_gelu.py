@@ -1,4 +1,4 @@
-"""gelu, gelu_mul and the softcap: bits of the definition, fused equals unfused, gradients, edges."""
+"""gelu, gelu_mul and the softcap: bits of the definition, fused as unfused, gradients, edges."""
 
 from collections.abc import Callable
 
