@@ -34,7 +34,7 @@ _SLOT = "_zero_mismatch_attention"  # attribute of an instrumented attention mod
 _HARMLESS = frozenset(
     (
         "position_ids", "use_cache", "cache_position", "num_items_in_batch", "return_dict",
-        "output_attentions", "output_hidden_states", "logits_to_keep",
+        "output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep",
     )
 )  # fmt: skip
 

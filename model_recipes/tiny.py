@@ -5,6 +5,8 @@
     tiny:llama+untied                   its own LM head
     tiny:qwen3+yarn                     scaled rotary frequencies (linear, dynamic, yarn, llama3)
     tiny:gemma3_text+softcap            final logits bent by a tanh
+    tiny:gpt_oss+dense                  gpt_oss with Llama's MLP for its experts: what is left are
+                                        sinks, biases, alternating windows and YaRN
 
 They are small but big enough to tell the truth: hidden size 360 (no power of two, no multiple of
 16), two layers, at least three tiles on every reduced axis, a vocabulary of odd size, and weights
@@ -17,7 +19,7 @@ tensor's name: the same on every machine, and float32 is the exact widening of b
 
 import hashlib
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -42,6 +44,7 @@ _COMMON: dict[str, Any] = {
     "pad_token_id": 0,
 }
 _UNTIED = {"untied": {"tie_word_embeddings": False}}
+DENSE = "dense"
 _SHORT = {"original_max_position_embeddings": 64}
 _ROPES: dict[str, dict[str, Any]] = {
     name: {"rope_parameters": {"rope_type": name, "rope_theta": 10000.0, "factor": 32.0, **more}}
@@ -100,6 +103,25 @@ _ENTRIES: dict[str, Entry] = {
             "attn_logit_softcapping": 5.0,
         },
     ),
+    "gpt_oss": Entry(
+        fields={
+            "intermediate_size": 184,
+            "sliding_window": 40,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        features=_UNTIED
+        | {DENSE: {"dense_blocks": True, "intermediate_size": 920, "mlp_bias": False}},
+    ),
     "granite": Entry(
         fields={
             "embedding_multiplier": 3.0,
@@ -150,17 +172,43 @@ def build(spec: str, *, dtype: torch.dtype, seed: int = 0) -> nn.Module:
 
     config = config_for(spec)
     centres = _ENTRIES[config.model_type].norm_centres
+
+    def make() -> nn.Module:
+        module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        if getattr(config, "dense_blocks", False):
+            _make_dense(module, dtype)
+        return module
+
     with torch.device("meta"):
-        skeleton = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        skeleton = make()
     weights = {
         name: draw(seed, name, tuple(parameter.shape), config.hidden_size, centres).to(dtype)
         for name, parameter in skeleton.named_parameters()
     }
-    module = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    module = make()
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(weights[name])
     return module.eval()
+
+
+class DenseBlock(nn.Module):
+    """Llama's MLP where a layer expects a mixture of experts; there is no routing to report."""
+
+    def __init__(self, config: Any) -> None:
+        from transformers.models.llama.modeling_llama import LlamaMLP
+
+        super().__init__()
+        self.mlp = LlamaMLP(config)
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
+        """``(mlp(hidden_states), no router scores)``."""
+        return self.mlp(hidden_states), None
+
+
+def _make_dense(module: nn.Module, dtype: torch.dtype) -> None:
+    for layer in cast(Any, module).model.layers:
+        layer.mlp = DenseBlock(cast(Any, module).config).to(dtype)
 
 
 def draw(

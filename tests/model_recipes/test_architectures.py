@@ -22,7 +22,7 @@ ALIGNED = aligned_plan("float32", "cpu")
 ROPES = ("linear", "dynamic", "yarn", "llama3")
 BEYOND_LLAMA = ("tiny:qwen2", "tiny:qwen2+window", "tiny:qwen3", "tiny:mistral",
                 "tiny:gemma3_text", "tiny:gemma3_text+softcap", "tiny:gemma2", "tiny:granite",
-                *(f"tiny:qwen3+{rope}" for rope in ROPES))  # fmt: skip
+                "tiny:gpt_oss+dense", *(f"tiny:qwen3+{rope}" for rope in ROPES))  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", BEYOND_LLAMA)
@@ -42,7 +42,8 @@ def test_aligned_error_is_at_most_twice_the_stock_error(spec: str, sequences: li
     assert 0 < aligned_error <= 2 * stock_error
 
 
-@pytest.mark.parametrize("spec", ["tiny:qwen3", "tiny:gemma3_text+softcap", "tiny:granite"])
+@pytest.mark.parametrize("spec", ["tiny:qwen3", "tiny:gemma3_text+softcap", "tiny:granite",
+                                  "tiny:gpt_oss+dense"])  # fmt: skip
 def test_gradients_agree_with_fp64(spec: str, sequences: list[Tensor]) -> None:
     model, exact = load_model(spec).module, load_model(spec).module.double()
     instrument = apply_plan(model, ALIGNED)
@@ -142,3 +143,9 @@ def test_windows_reach_attention(spec: str, sequences: list[Tensor]) -> None:
 
     model(**packed(sequences), batch=Spy())
     assert 40 in windows
+
+
+def test_the_experts_of_gpt_oss_are_named_and_refused() -> None:
+    model = tiny.build("tiny:gpt_oss", dtype=torch.float32)
+    with pytest.raises(UncoveredSiteError, match=r"layers\.0\.mlp\.router: .*torch\.topk"):
+        apply_plan(model, ALIGNED)
