@@ -2,8 +2,10 @@
 
     delta = tree(o * do) over the head dimension
     p  = exp2(fma(z, c, -lse));  ds = p (do . v - delta)    (softcap: times 1 - (x / cap)^2)
-    dV = sum p^T do;  dK = scale sum ds^T q    one accumulator: group heads ascending, queries ascending
-    dQ = scale sum ds k                        one accumulator: keys ascending, blocks on the absolute grid
+    dV = sum p^T do;  dK = scale sum ds^T q    one accumulator: group heads ascending, queries
+        ascending
+    dQ = scale sum ds k                        one accumulator: keys ascending, blocks on the
+        absolute grid
 
 Masked pairs are exact zeros, and their operands are zero-filled, so tiles are schedule.
 Legend: T tokens, H query heads, HK kv heads, G = H / HK, D head size, BM queries, BN keys.
@@ -13,12 +15,19 @@ import triton
 import triton.language as tl
 
 from ..gpu.tree import row_sum
-from .gpu_kernels import LOG2E, _find, _scores
+from .gpu_kernels import _find, _scores
 
 
 @triton.jit
 def attention_delta_kernel(
-    o_ptr, do_ptr, delta_ptr, T, H, R: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
+    o_ptr,
+    do_ptr,
+    delta_ptr,
+    T,
+    H,
+    R: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
 ):
     """delta [H, T]."""
     items = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
@@ -44,10 +53,29 @@ def _probabilities(z, lse, scale, c, SOFTCAP: tl.constexpr):
 
 @triton.jit
 def attention_dkv_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr, query_start_ptr, tile_start_ptr, B, T,
-    stride_qt, stride_kt, scale, c,
-    G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dk_ptr,
+    dv_ptr,
+    query_start_ptr,
+    tile_start_ptr,
+    B,
+    T,
+    stride_qt,
+    stride_kt,
+    scale,
+    c,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """dK and dV of BN keys of one kv head; everything is held transposed, keys as rows."""
     tile = tl.program_id(1)
@@ -98,10 +126,28 @@ def attention_dkv_kernel(
 
 @triton.jit
 def attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, do_ptr, lse_ptr, delta_ptr, dq_ptr, query_start_ptr, tile_start_ptr, B, T,
-    stride_qt, stride_kt, scale, c,
-    G: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    dq_ptr,
+    query_start_ptr,
+    tile_start_ptr,
+    B,
+    T,
+    stride_qt,
+    stride_kt,
+    scale,
+    c,
+    G: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """dQ of BM queries of one head."""
     tile = tl.program_id(1)

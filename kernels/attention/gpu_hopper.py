@@ -1,14 +1,17 @@
 """Attention prefill for Hopper in Gluon: one producer warp, two consumer warpgroups of 64 queries.
 
-The numbers are those of :func:`.gpu_kernels.attention_walk_kernel`, operation for operation; only the
-schedule differs. The producer streams K and V blocks through the bulk copy engine; each consumer issues
-the score product of block j + 1 right behind the value product of block j, and works on its softmax while
-the other consumer has the matrix units. The running total over chunks lives in shared memory, touched
-once per chunk, so registers hold one accumulator.
+The numbers are those of :func:`.gpu_kernels.attention_walk_kernel`, operation for operation; only
+the schedule differs. The producer streams K and V blocks through the bulk copy engine; each
+consumer issues the score product of block j + 1 right behind the value product of block j, and
+works on its softmax while the other consumer has the matrix units. The running total over chunks
+lives in shared memory, touched once per chunk, so registers hold one accumulator.
 
-Covers head size 128, contiguous keys whose requests begin at multiples of BN rows or alone in the tensor
-(rows past the end are zero-filled by the copy engine), causal, without window, soft-capping and sinks.
+Covers head size 128, contiguous keys whose requests begin at multiples of BN rows or alone in the
+tensor (rows past the end are zero-filled by the copy engine), causal, without window, soft-capping
+and sinks.
 """
+
+# ruff: noqa: E741  (l is the denominator's usual name)
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -17,7 +20,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -48,24 +50,46 @@ def _place(walk_start_ptr, query_start_ptr, B, BM: gl.constexpr):
 
 @gluon.jit
 def _producer(
-    q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, start, key_start, first, blocks, head, kv_head,
-    BM: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    q_smem,
+    k_smem,
+    v_smem,
+    bars,
+    start,
+    key_start,
+    first,
+    blocks,
+    head,
+    kv_head,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     HALF: gl.constexpr = BM // 2
     mbarrier.expect(bars.index(0), 2 * HALF * D * 2)
-    tma.async_copy_global_to_shared(q_desc, [start + first, head * D], bars.index(0), q_smem.index(0))
-    tma.async_copy_global_to_shared(q_desc, [start + first + HALF, head * D], bars.index(0), q_smem.index(1))
+    tma.async_copy_global_to_shared(
+        q_desc, [start + first, head * D], bars.index(0), q_smem.index(0)
+    )
+    tma.async_copy_global_to_shared(
+        q_desc, [start + first + HALF, head * D], bars.index(0), q_smem.index(1)
+    )
     for j in range(blocks):
         stage = j % STAGES
         phase = (j // STAGES) & 1
         row = key_start + j * BN
         mbarrier.wait(bars.index(1 + STAGES + stage), phase ^ 1)
         mbarrier.expect(bars.index(1 + stage), BN * D * 2)
-        tma.async_copy_global_to_shared(k_desc, [row, kv_head * D], bars.index(1 + stage), k_smem.index(stage))
+        tma.async_copy_global_to_shared(
+            k_desc, [row, kv_head * D], bars.index(1 + stage), k_smem.index(stage)
+        )
         mbarrier.wait(bars.index(1 + 3 * STAGES + stage), phase ^ 1)
         mbarrier.expect(bars.index(1 + 2 * STAGES + stage), BN * D * 2)
         tma.async_copy_global_to_shared(
-            v_desc, [row, kv_head * D], bars.index(1 + 2 * STAGES + stage), v_smem.index(stage))
+            v_desc, [row, kv_head * D], bars.index(1 + 2 * STAGES + stage), v_smem.index(stage)
+        )
 
 
 @gluon.jit
@@ -73,12 +97,16 @@ def _softmax(s, m, l, acc, c, s_layout: gl.constexpr, l_layout: gl.constexpr, dt
     """(p as operand, m, l, acc) with l and acc rescaled."""
     m_new = gl.maximum(m, gl.max(s, 1) * c)
     guard = gl.where(m_new == float("-inf"), 0.0, m_new)
-    p = gl.exp2(gl.fma(s, gl.full_like(s, 0.0) + c, gl.full_like(s, 0.0) - gl.expand_dims(guard, 1)))
+    p = gl.exp2(
+        gl.fma(s, gl.full_like(s, 0.0) + c, gl.full_like(s, 0.0) - gl.expand_dims(guard, 1))
+    )
     a = gl.exp2(m - guard)
     operand: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
     pb = gl.convert_layout(p.to(dtype), operand, assert_trivial=True)
     acc = acc * gl.expand_dims(a, 1)
-    l = l * gl.expand_dims(gl.convert_layout(a, gl.SliceLayout(1, l_layout), assert_trivial=True), 1)
+    l = l * gl.expand_dims(
+        gl.convert_layout(a, gl.SliceLayout(1, l_layout), assert_trivial=True), 1
+    )
     return pb, m_new, l, acc
 
 
@@ -90,15 +118,37 @@ def _merge(tot_m, tot_l, total, m, l, acc):
     a = gl.exp2(tot_m - guard)
     b = gl.exp2(m - guard)
     tot_l = gl.fma(tot_l, a, l * b)
-    total = gl.fma(total, gl.full_like(total, 0.0) + gl.expand_dims(a, 1), acc * gl.expand_dims(b, 1))
+    total = gl.fma(
+        total, gl.full_like(total, 0.0) + gl.expand_dims(a, 1), acc * gl.expand_dims(b, 1)
+    )
     return m_new, tot_l, total
 
 
 @gluon.jit
 def _consumer(
-    wg: gl.constexpr, q_smem, k_smem, v_smem, o_smem, ones_smem, bars, o_ptr, lse_ptr, start, length, first, blocks, head,
-    stride_ot, stride_lse, c,
-    BM: gl.constexpr, BN: gl.constexpr, P: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, dtype: gl.constexpr,
+    wg: gl.constexpr,
+    q_smem,
+    k_smem,
+    v_smem,
+    o_smem,
+    ones_smem,
+    bars,
+    o_ptr,
+    lse_ptr,
+    start,
+    length,
+    first,
+    blocks,
+    head,
+    stride_ot,
+    stride_lse,
+    c,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    P: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
+    dtype: gl.constexpr,
 ):
     R: gl.constexpr = BM // 2
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BN, 16])
@@ -132,7 +182,9 @@ def _consumer(
         acc_now = warpgroup_mma(pb, v_smem.index(stage), acc, is_async=True)
         l_now = warpgroup_mma(pb, ones_smem.permute((1, 0)), l, is_async=True)
         mbarrier.wait(bars.index(1 + after), after_phase)
-        s_now = warpgroup_mma(q, k_smem.index(after).permute((1, 0)), zero, use_acc=False, is_async=True)
+        s_now = warpgroup_mma(
+            q, k_smem.index(after).permute((1, 0)), zero, use_acc=False, is_async=True
+        )
         acc, l = warpgroup_mma_wait(1, deps=[acc_now, l_now])
         mbarrier.arrive(bars.index(1 + 3 * STAGES + stage), count=1)
         s = warpgroup_mma_wait(0, deps=[s_now])
@@ -168,16 +220,33 @@ def _consumer(
     out = q.load(wide)
     rows = first + wg * R + gl.arange(0, R, gl.SliceLayout(1, wide))
     dims = gl.arange(0, D, gl.SliceLayout(0, wide))
-    at = gl.expand_dims((start + rows).to(gl.int64) * stride_ot + head * D, 1) + gl.expand_dims(dims, 0)
+    at = gl.expand_dims((start + rows).to(gl.int64) * stride_ot + head * D, 1) + gl.expand_dims(
+        dims, 0
+    )
     mask = gl.expand_dims(rows < length, 1) & (gl.expand_dims(dims, 0) < D)
     gl.store(o_ptr + at, out, mask=mask)
 
 
 @gluon.jit
 def attention_hopper_kernel(
-    q_desc, k_desc, v_desc, o_ptr, lse_ptr, query_start_ptr, key_start_ptr, walk_start_ptr, B,
-    stride_ot, stride_lse, c,
-    G: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, P: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc,
+    k_desc,
+    v_desc,
+    o_ptr,
+    lse_ptr,
+    query_start_ptr,
+    key_start_ptr,
+    walk_start_ptr,
+    B,
+    stride_ot,
+    stride_lse,
+    c,
+    G: gl.constexpr,
+    BM: gl.constexpr,
+    BN: gl.constexpr,
+    P: gl.constexpr,
+    D: gl.constexpr,
+    STAGES: gl.constexpr,
 ):
     """One tile of BM queries of one head of one request."""
     dtype: gl.constexpr = q_desc.dtype
@@ -204,11 +273,87 @@ def attention_hopper_kernel(
         mbarrier.init(bars.index(1 + 2 * STAGES + i), count=1)
         mbarrier.init(bars.index(1 + 3 * STAGES + i), count=2)
     fence_async_shared()
-    gl.warp_specialize([
-        (_consumer, (0, q_smem, k_smem, v_smem, o_smem, ones_smem, bars, o_ptr, lse_ptr, start, length, first, blocks,
-                     head, stride_ot, stride_lse, c, BM, BN, P, D, STAGES, dtype)),
-        (_consumer, (1, q_smem, k_smem, v_smem, o_smem, ones_smem, bars, o_ptr, lse_ptr, start, length, first, blocks,
-                     head, stride_ot, stride_lse, c, BM, BN, P, D, STAGES, dtype)),
-        (_producer, (q_desc, k_desc, v_desc, q_smem, k_smem, v_smem, bars, start, key_start, first, blocks, head,
-                     head // G, BM, BN, D, STAGES)),
-    ], [4, 1], [240, 24])
+    gl.warp_specialize(
+        [
+            (
+                _consumer,
+                (
+                    0,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    o_smem,
+                    ones_smem,
+                    bars,
+                    o_ptr,
+                    lse_ptr,
+                    start,
+                    length,
+                    first,
+                    blocks,
+                    head,
+                    stride_ot,
+                    stride_lse,
+                    c,
+                    BM,
+                    BN,
+                    P,
+                    D,
+                    STAGES,
+                    dtype,
+                ),
+            ),
+            (
+                _consumer,
+                (
+                    1,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    o_smem,
+                    ones_smem,
+                    bars,
+                    o_ptr,
+                    lse_ptr,
+                    start,
+                    length,
+                    first,
+                    blocks,
+                    head,
+                    stride_ot,
+                    stride_lse,
+                    c,
+                    BM,
+                    BN,
+                    P,
+                    D,
+                    STAGES,
+                    dtype,
+                ),
+            ),
+            (
+                _producer,
+                (
+                    q_desc,
+                    k_desc,
+                    v_desc,
+                    q_smem,
+                    k_smem,
+                    v_smem,
+                    bars,
+                    start,
+                    key_start,
+                    first,
+                    blocks,
+                    head,
+                    head // G,
+                    BM,
+                    BN,
+                    D,
+                    STAGES,
+                ),
+            ),
+        ],
+        [4, 1],
+        [240, 24],
+    )

@@ -19,6 +19,8 @@ partials in order.
 Legend: T tokens, H query heads, HK kv heads, G = H / HK, D head size, B requests.
 """
 
+# ruff: noqa: E741  (l is the denominator's usual name)
+
 import triton
 import triton.language as tl
 
@@ -95,14 +97,23 @@ def _find(start_ptr, B, index):
 
 @triton.jit
 def attention_schedule_kernel(
-    query_start_ptr, kv_len_ptr, walk_start_ptr, split_start_ptr, B,
-    QS, BQ, P, WINDOW: tl.constexpr, BB: tl.constexpr,
+    query_start_ptr,
+    kv_len_ptr,
+    walk_start_ptr,
+    split_start_ptr,
+    B,
+    QS,
+    BQ,
+    P,
+    WINDOW: tl.constexpr,
+    BB: tl.constexpr,
 ):
     """Work lists: walk tiles of BQ queries where a request has more than QS, else its P-chunks."""
     lanes = tl.arange(0, BB)
     m_b = lanes < B
     q_len = tl.load(query_start_ptr + lanes + 1, mask=m_b, other=0) - tl.load(
-        query_start_ptr + lanes, mask=m_b, other=0)
+        query_start_ptr + lanes, mask=m_b, other=0
+    )
     kv_len = tl.load(kv_len_ptr + lanes, mask=m_b, other=0)
     first = kv_len * 0
     if WINDOW > 0:
@@ -128,17 +139,30 @@ def _key_rows(table_ptr, positions, kv_len, PAGE: tl.constexpr, PAGED: tl.conste
 
 @triton.jit
 def _masked_block(
-    q, m, l, acc, k_ptr, v_ptr, rows, n, query_pos, kv_len, stride_kn, scale, c,
-    D: tl.constexpr, BD: tl.constexpr, BN: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    q,
+    m,
+    l,
+    acc,
+    k_ptr,
+    v_ptr,
+    rows,
+    n,
+    query_pos,
+    kv_len,
+    stride_kn,
+    scale,
+    c,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    BN: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
 ):
     """One block with causal, window and length masks; k_ptr and v_ptr point at the kv head."""
     positions = n + tl.arange(0, BN)
     dims = tl.arange(0, BD)
     inside = positions < kv_len
-    if BD == D:
-        m_kv = inside[:, None]
-    else:
-        m_kv = inside[:, None] & (dims < D)[None, :]
+    m_kv = inside[:, None] if BD == D else inside[:, None] & (dims < D)[None, :]
     offsets = rows[:, None] * stride_kn + dims[None, :]
     b_k = tl.load(k_ptr + offsets, mask=m_kv, other=0.0)
     b_v = tl.load(v_ptr + offsets, mask=m_kv, other=0.0)
@@ -152,12 +176,42 @@ def _masked_block(
 
 @triton.jit
 def attention_walk_kernel(
-    q_ptr, k_ptr, v_ptr, k_desc, v_desc, o_ptr, lse_ptr, sink_ptr,
-    query_start_ptr, kv_len_ptr, kv_start_ptr, table_ptr, walk_start_ptr, B, H,
-    stride_qt, stride_kn, stride_kh, stride_table, stride_ot, stride_lse, scale, c,
-    G: tl.constexpr, R: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr, PAGED: tl.constexpr, TMA: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINK: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    k_desc,
+    v_desc,
+    o_ptr,
+    lse_ptr,
+    sink_ptr,
+    query_start_ptr,
+    kv_len_ptr,
+    kv_start_ptr,
+    table_ptr,
+    walk_start_ptr,
+    B,
+    H,
+    stride_qt,
+    stride_kn,
+    stride_kh,
+    stride_table,
+    stride_ot,
+    stride_lse,
+    scale,
+    c,
+    G: tl.constexpr,
+    R: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PAGE: tl.constexpr,
+    PAGED: tl.constexpr,
+    TMA: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    HAS_SINK: tl.constexpr,
 ):
     """All chunks of one tile: BM rows = (BM // R tokens) x (R heads that share a kv head)."""
     tile = tl.program_id(1)
@@ -226,8 +280,25 @@ def attention_walk_kernel(
         for n in tl.range(middle, high, BN, num_stages=1):
             rows = _key_rows(table_ptr, n + tl.arange(0, BN), kv_len, PAGE, PAGED)
             m, l, acc = _masked_block(
-                q, m, l, acc, k_ptr, v_ptr, rows, n, query_pos, kv_len, stride_kn, scale, c,
-                D, BD, BN, WINDOW, SOFTCAP)
+                q,
+                m,
+                l,
+                acc,
+                k_ptr,
+                v_ptr,
+                rows,
+                n,
+                query_pos,
+                kv_len,
+                stride_kn,
+                scale,
+                c,
+                D,
+                BD,
+                BN,
+                WINDOW,
+                SOFTCAP,
+            )
         total_m, total_l, total_acc = _merge(total_m, total_l, total_acc, m, tl.max(l, 1), acc)
     sink = tl.zeros((BM,), tl.float32)
     if HAS_SINK:
@@ -240,12 +311,35 @@ def attention_walk_kernel(
 
 @triton.jit
 def attention_split_kernel(
-    q_ptr, k_ptr, v_ptr, part_ptr, part_m_ptr, part_l_ptr,
-    query_start_ptr, kv_len_ptr, table_ptr, split_start_ptr, B, HK,
-    stride_qt, stride_kn, stride_kh, stride_table, scale, c,
-    G: tl.constexpr, QS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, P: tl.constexpr,
-    D: tl.constexpr, BD: tl.constexpr, PAGE: tl.constexpr,
-    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, STAGES: tl.constexpr,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    part_ptr,
+    part_m_ptr,
+    part_l_ptr,
+    query_start_ptr,
+    kv_len_ptr,
+    table_ptr,
+    split_start_ptr,
+    B,
+    HK,
+    stride_qt,
+    stride_kn,
+    stride_kh,
+    stride_table,
+    scale,
+    c,
+    G: tl.constexpr,
+    QS: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    P: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    PAGE: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     """Persistent: one P-chunk of one request and kv head at a time, partials to scratch."""
     work = tl.program_id(0)
@@ -281,8 +375,25 @@ def attention_split_kernel(
         for n in tl.range(low, high, BN, num_stages=STAGES):
             ahead = _key_rows(table, n + BN + tl.arange(0, BN), kv_len, PAGE, True)
             m, l, acc = _masked_block(
-                q, m, l, acc, k_ptr + kv_head * stride_kh, v_ptr + kv_head * stride_kh,
-                rows, n, query_pos, kv_len, stride_kn, scale, c, D, BD, BN, WINDOW, SOFTCAP)
+                q,
+                m,
+                l,
+                acc,
+                k_ptr + kv_head * stride_kh,
+                v_ptr + kv_head * stride_kh,
+                rows,
+                n,
+                query_pos,
+                kv_len,
+                stride_kn,
+                scale,
+                c,
+                D,
+                BD,
+                BN,
+                WINDOW,
+                SOFTCAP,
+            )
             rows = ahead
         slot = (item.to(tl.int64) * HK + kv_head) * BM + lanes
         tl.store(part_ptr + slot[:, None] * BD + dims[None, :], acc, mask=m_row[:, None])
@@ -293,10 +404,24 @@ def attention_split_kernel(
 
 @triton.jit
 def attention_merge_kernel(
-    part_ptr, part_m_ptr, part_l_ptr, o_ptr, lse_ptr, sink_ptr,
-    query_start_ptr, split_start_ptr, HK, stride_ot, stride_lse,
-    G: tl.constexpr, QS: tl.constexpr, BM: tl.constexpr, D: tl.constexpr, BD: tl.constexpr,
-    HAS_SINK: tl.constexpr, UNROLL: tl.constexpr,
+    part_ptr,
+    part_m_ptr,
+    part_l_ptr,
+    o_ptr,
+    lse_ptr,
+    sink_ptr,
+    query_start_ptr,
+    split_start_ptr,
+    HK,
+    stride_ot,
+    stride_lse,
+    G: tl.constexpr,
+    QS: tl.constexpr,
+    BM: tl.constexpr,
+    D: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_SINK: tl.constexpr,
+    UNROLL: tl.constexpr,
 ):
     """Merge the partials of one request and query head, chunks ascending."""
     b = tl.program_id(0)
@@ -317,25 +442,38 @@ def attention_merge_kernel(
     for base in range(first, last, UNROLL):
         for i in tl.static_range(UNROLL):
             item = base + i
-            slot = (item.to(tl.int64) * HK + head // G) * BM + lane + one
+            slot = ((one.to(tl.int64) + item) * HK + head // G) * BM + lane
             live = item + one < last
             m = tl.load(part_m_ptr + slot, mask=live, other=float("-inf"))
             l = tl.load(part_l_ptr + slot, mask=live, other=0.0)
-            acc = tl.load(part_ptr + slot[:, None] * BD + dims[None, :], mask=live[:, None], other=0.0)
+            acc = tl.load(
+                part_ptr + slot[:, None] * BD + dims[None, :], mask=live[:, None], other=0.0
+            )
             total_m, total_l, total_acc = _merge(total_m, total_l, total_acc, m, l, acc)
     sink = tl.zeros((1,), tl.float32)
     if HAS_SINK:
         sink = tl.load(sink_ptr + head + one).to(tl.float32)
     o, lse = _finish(total_m, total_l, total_acc, sink, HAS_SINK)
     row = (query_start + token).to(tl.int64)
-    tl.store(o_ptr + row * stride_ot + head * D + dims[None, :] + one[:, None],
-             o.to(o_ptr.dtype.element_ty), mask=(dims < D)[None, :])
+    tl.store(
+        o_ptr + row * stride_ot + head * D + dims[None, :] + one[:, None],
+        o.to(o_ptr.dtype.element_ty),
+        mask=(dims < D)[None, :],
+    )
     tl.store(lse_ptr + head * stride_lse + row + one, lse)
 
 
 @triton.jit
 def write_kv_kernel(
-    k_cache_ptr, v_cache_ptr, k_ptr, v_ptr, slot_ptr, width, stride_k, stride_v, BLOCK: tl.constexpr,
+    k_cache_ptr,
+    v_cache_ptr,
+    k_ptr,
+    v_ptr,
+    slot_ptr,
+    width,
+    stride_k,
+    stride_v,
+    BLOCK: tl.constexpr,
 ):
     """One token: copy HK * D values of k and v to its slot."""
     token = tl.program_id(0).to(tl.int64)
@@ -344,26 +482,50 @@ def write_kv_kernel(
         return
     lanes = tl.arange(0, BLOCK)
     mask = lanes < width
-    tl.store(k_cache_ptr + slot * width + lanes, tl.load(k_ptr + token * stride_k + lanes, mask=mask), mask=mask)
-    tl.store(v_cache_ptr + slot * width + lanes, tl.load(v_ptr + token * stride_v + lanes, mask=mask), mask=mask)
+    tl.store(
+        k_cache_ptr + slot * width + lanes,
+        tl.load(k_ptr + token * stride_k + lanes, mask=mask),
+        mask=mask,
+    )
+    tl.store(
+        v_cache_ptr + slot * width + lanes,
+        tl.load(v_ptr + token * stride_v + lanes, mask=mask),
+        mask=mask,
+    )
 
 
 @triton.jit
 def align_keys_kernel(
-    k_ptr, v_ptr, k_out_ptr, v_out_ptr, query_start_ptr, block_start_ptr, B, width, stride,
-    BN: tl.constexpr, ROWS: tl.constexpr, BW: tl.constexpr,
+    k_ptr,
+    v_ptr,
+    k_out_ptr,
+    v_out_ptr,
+    query_start_ptr,
+    block_start_ptr,
+    B,
+    width,
+    stride,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    BW: tl.constexpr,
 ):
-    """Packed keys to storage where each request begins at a multiple of BN rows, zero-filled behind its end."""
+    """Packed keys to storage where each request begins at a multiple of BN rows, zero-filled behind
+    its end.
+    """
     block = tl.program_id(0)
     if block >= tl.load(block_start_ptr + B):
         return
     b = _find(block_start_ptr, B, block)
     start = tl.load(query_start_ptr + b)
     length = tl.load(query_start_ptr + b + 1) - start
-    local = (block - tl.load(block_start_ptr + b)) * BN + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    local = (
+        (block - tl.load(block_start_ptr + b)) * BN + tl.program_id(1) * ROWS + tl.arange(0, ROWS)
+    )
     cols = tl.arange(0, BW)
     source = (start + local).to(tl.int64)[:, None] * stride + cols[None, :]
-    target = (block * BN + tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None] * width + cols[None, :]
+    target = (block * BN + tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[
+        :, None
+    ] * width + cols[None, :]
     live = (local < length)[:, None] & (cols < width)[None, :]
     keep = (cols < width)[None, :] & (local >= 0)[:, None]
     tl.store(k_out_ptr + target, tl.load(k_ptr + source, mask=live, other=0.0), mask=keep)

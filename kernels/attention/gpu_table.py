@@ -21,7 +21,9 @@ def padded(head_dim: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Rows per program, warps, pipeline stages; per_sm: programs per multiprocessor where persistent."""
+    """Rows per program, warps, pipeline stages; per_sm: programs per multiprocessor where
+    persistent.
+    """
 
     bm: int
     warps: int

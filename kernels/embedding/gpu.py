@@ -1,9 +1,9 @@
 """Embedding on the GPU: a copy forward, and a backward with one defined order and no atomics.
 
-Contract ``embedding_grad.runs.<dtype>.sm90.v1``: the occurrences of an id, in token order, are cut into
-runs of RUN; a run is summed ascending in fp32, the runs are added ascending, one rounding. So a row's
-gradient depends on that id's own tokens alone. The forward moves bits and has no contract to prove.
-Legend: T tokens, V vocabulary, H columns.
+Contract ``embedding_grad.runs.<dtype>.sm90.v1``: the occurrences of an id, in token order, are cut
+into runs of RUN; a run is summed ascending in fp32, the runs are added ascending, one rounding. So
+a row's gradient depends on that id's own tokens alone. The forward moves bits and has no contract
+to prove. Legend: T tokens, V vocabulary, H columns.
 """
 
 from typing import Any
@@ -20,7 +20,9 @@ RUN = 64
 _COLUMNS = 512
 
 
-def grad_weight(dy: Tensor, ids: Tensor, vocabulary: int, *, out_dtype: torch.dtype | None = None) -> Tensor:
+def grad_weight(
+    dy: Tensor, ids: Tensor, vocabulary: int, *, out_dtype: torch.dtype | None = None
+) -> Tensor:
     """dW [V, H] from dy [T, H] and ids [T]; fully written, zero where an id does not occur."""
     from . import gpu_kernels
 
@@ -34,9 +36,11 @@ def grad_weight(dy: Tensor, ids: Tensor, vocabulary: int, *, out_dtype: torch.dt
     part = torch.empty(2 * (-(-tokens // RUN)) + 2, width, dtype=torch.float32, device=dy.device)
     columns = -(-width // _COLUMNS)
     gpu_kernels.embedding_runs_kernel[(tokens, columns)](
-        dy, order, sorted_ids, first, part, dw, tokens, width, RUN=RUN, BH=_COLUMNS, num_warps=4)
+        dy, order, sorted_ids, first, part, dw, tokens, width, RUN=RUN, BH=_COLUMNS, num_warps=4
+    )
     gpu_kernels.embedding_combine_kernel[(-(-tokens // RUN), columns)](
-        sorted_ids, first, part, dw, tokens, width, RUN=RUN, BH=_COLUMNS, num_warps=4)
+        sorted_ids, first, part, dw, tokens, width, RUN=RUN, BH=_COLUMNS, num_warps=4
+    )
     return dw
 
 
@@ -52,15 +56,20 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
         (ids,) = ctx.saved_tensors
         vocabulary, dtype = ctx.weight
-        return None, grad_weight(dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), vocabulary, out_dtype=dtype)
+        return None, grad_weight(
+            dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), vocabulary, out_dtype=dtype
+        )
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows ``weight[ids]``: [..., H]; differentiable in weight. ids must lie in [0, V)."""
     require("embedding", weight)
     if weight.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
-        raise ContractError(f"embedding needs integer ids and weight [V, H], not {ids.dtype}, {tuple(weight.shape)};"
-                            " pass token ids")  # fmt: skip
+        raise ContractError(
+            f"embedding needs integer ids and weight [V, H], not {ids.dtype}, "
+            f"{tuple(weight.shape)};"
+            " pass token ids"
+        )
     return _Embedding.apply(ids, weight)
 
 
@@ -80,17 +89,25 @@ def reference(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
 
 
 for _name in NAMES.values():
-    register_contract(Contract(
-        id=f"embedding_grad.runs.{_name}.sm90.v1",
-        op="embedding_grad",
-        dtype=_name,
-        device="sm90",
-        formula="dW[v] = sum of dy[t] over tokens t with id v",
-        order=f"runs of {RUN} occurrences ascending, then the runs ascending",
-        rounding="fp32 sums, one rounding",
-        functions="none",
-        reference="zeromismatch.kernels.embedding.gpu:reference",
-        gradient_rtol=1e-5 if _name == "float32" else 2e-2,
-    ))  # fmt: skip
-    register_implementation(Implementation(
-        contract=f"embedding_grad.runs.{_name}.sm90.v1", name="triton", run=grad_weight, missing=missing))
+    register_contract(
+        Contract(
+            id=f"embedding_grad.runs.{_name}.sm90.v1",
+            op="embedding_grad",
+            dtype=_name,
+            device="sm90",
+            formula="dW[v] = sum of dy[t] over tokens t with id v",
+            order=f"runs of {RUN} occurrences ascending, then the runs ascending",
+            rounding="fp32 sums, one rounding",
+            functions="none",
+            reference="zeromismatch.kernels.embedding.gpu:reference",
+            gradient_rtol=1e-5 if _name == "float32" else 2e-2,
+        )
+    )
+    register_implementation(
+        Implementation(
+            contract=f"embedding_grad.runs.{_name}.sm90.v1",
+            name="triton",
+            run=grad_weight,
+            missing=missing,
+        )
+    )

@@ -1,11 +1,12 @@
 """Triton kernels of the embedding's backward: no atomics, one defined order.
 
-Tokens are sorted by id (stable, so ascending inside an id). The occurrences of an id are cut into runs of
-RUN from its first one; a run is summed ascending in fp32 from +0, runs are added ascending, and the sum is
-rounded once. Which program does a run is schedule; how often an id occurs elsewhere does not matter.
+Tokens are sorted by id (stable, so ascending inside an id). The occurrences of an id are cut into
+runs of RUN from its first one; a run is summed ascending in fp32 from +0, runs are added ascending,
+and the sum is rounded once. Which program does a run is schedule; how often an id occurs elsewhere
+does not matter.
 
-Legend: T tokens, H columns; ``order`` sorted position -> token, ``ids`` sorted ids, ``first`` the position
-of each id's first occurrence.
+Legend: T tokens, H columns; ``order`` sorted position -> token, ``ids`` sorted ids, ``first`` the
+position of each id's first occurrence.
 """
 
 import triton
@@ -14,15 +15,23 @@ import triton.language as tl
 
 @triton.jit
 def _slot(start, short, T, RUN: tl.constexpr):
-    """Scratch row of a run: full runs start at least RUN apart, and so do an id's short last runs."""
+    """Scratch row of a run: full runs start RUN apart or more; so do an id's short last runs."""
     slot = (start + RUN - 1) // RUN
     return tl.where(short, slot + (T + RUN - 1) // RUN, slot).to(tl.int64)
 
 
 @triton.jit
 def embedding_runs_kernel(
-    dy_ptr, order_ptr, ids_ptr, first_ptr, part_ptr, dw_ptr, T, H,
-    RUN: tl.constexpr, BH: tl.constexpr,
+    dy_ptr,
+    order_ptr,
+    ids_ptr,
+    first_ptr,
+    part_ptr,
+    dw_ptr,
+    T,
+    H,
+    RUN: tl.constexpr,
+    BH: tl.constexpr,
 ):
     """Positions that start a run sum it: to dw if it is the id's only run, else to scratch."""
     start = tl.program_id(0)
@@ -54,9 +63,18 @@ def embedding_runs_kernel(
 
 @triton.jit
 def embedding_combine_kernel(
-    ids_ptr, first_ptr, part_ptr, dw_ptr, T, H, RUN: tl.constexpr, BH: tl.constexpr,
+    ids_ptr,
+    first_ptr,
+    part_ptr,
+    dw_ptr,
+    T,
+    H,
+    RUN: tl.constexpr,
+    BH: tl.constexpr,
 ):
-    """Ids with several runs: add them ascending. Only multiples of RUN can be the last of a first run."""
+    """Ids with several runs: add them ascending. Only multiples of RUN can be the last of a first
+    run.
+    """
     probe = (tl.program_id(0) + 1) * RUN
     if probe >= T:
         return

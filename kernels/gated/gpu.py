@@ -1,8 +1,10 @@
-"""Gated activations on the GPU: silu, gelu (tanh form), alone or times ``up``; forward and backward.
+"""Gated activations on the GPU: silu, gelu (tanh form), alone or times ``up``; forward and
+backward.
 
 Contracts ``silu_mul.exp2.<dtype>.sm90.v1`` and ``gelu_mul.exp2.<dtype>.sm90.v1``; formulas in
-:mod:`.gpu_kernels`. The activation is rounded to the dtype, then the product, so that fused and unfused
-calls have the same bits. Elementwise: every schedule has the same bits. Legend: M rows, F columns.
+:mod:`.gpu_kernels`. The activation is rounded to the dtype, then the product, so that fused and
+unfused calls have the same bits. Elementwise: every schedule has the same bits. Legend: M rows, F
+columns.
 """
 
 from typing import Any
@@ -20,7 +22,11 @@ _MAX_ROWS = 65535
 
 
 def _rows(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 and x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.contiguous_format)
+    return (
+        x
+        if x.stride(-1) == 1 and x.data_ptr() % 16 == 0
+        else x.clone(memory_format=torch.contiguous_format)
+    )
 
 
 @torch.library.custom_op("zeromismatch::gated", mutates_args=())
@@ -35,9 +41,19 @@ def gated_op(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
         part = slice(start, start + _MAX_ROWS)
         x, u, out = gate[part], gate[part] if up is None else up[part], y[part]
         gpu_kernels.gated_fwd_kernel[(-(-width // _BLOCK), x.shape[0])](
-            x, u, out, x.shape[0], width, x.stride(0), u.stride(0),
-            BLOCK=_BLOCK, GELU=gelu, HAS_UP=up is not None, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            x,
+            u,
+            out,
+            x.shape[0],
+            width,
+            x.stride(0),
+            u.stride(0),
+            BLOCK=_BLOCK,
+            GELU=gelu,
+            HAS_UP=up is not None,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return y
 
 
@@ -46,7 +62,9 @@ def _(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-def backward(gate: Tensor, up: Tensor | None, dy: Tensor, gelu: bool) -> tuple[Tensor, Tensor | None]:
+def backward(
+    gate: Tensor, up: Tensor | None, dy: Tensor, gelu: bool
+) -> tuple[Tensor, Tensor | None]:
     """(dgate, dup)."""
     from . import gpu_kernels
 
@@ -58,10 +76,21 @@ def backward(gate: Tensor, up: Tensor | None, dy: Tensor, gelu: bool) -> tuple[T
         part = slice(start, start + _MAX_ROWS)
         x, u = gate[part], gate[part] if up is None else up[part]
         gpu_kernels.gated_bwd_kernel[(-(-width // _BLOCK), x.shape[0])](
-            x, u, dy[part], dgate[part], dgate[part] if dup is None else dup[part], x.shape[0], width,
-            x.stride(0), u.stride(0),
-            BLOCK=_BLOCK, GELU=gelu, HAS_UP=up is not None, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            x,
+            u,
+            dy[part],
+            dgate[part],
+            dgate[part] if dup is None else dup[part],
+            x.shape[0],
+            width,
+            x.stride(0),
+            u.stride(0),
+            BLOCK=_BLOCK,
+            GELU=gelu,
+            HAS_UP=up is not None,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return dgate, dup
 
 
@@ -82,7 +111,8 @@ def _apply(name: str, gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     require(name, gate, up)
     if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
         raise ContractError(
-            f"{name} needs gate and up alike, not {tuple(gate.shape)} {gate.dtype} and {tuple(up.shape)} "
+            f"{name} needs gate and up alike, not {tuple(gate.shape)} {gate.dtype} and "
+            f"{tuple(up.shape)} "
             f"{up.dtype}; split the projection in two halves"
         )
     width = gate.shape[-1]
@@ -130,17 +160,22 @@ def _gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
 
 for _name in NAMES.values():
     for _op, _call in (("silu_mul", _silu_mul), ("gelu_mul", _gelu_mul)):
-        register_contract(Contract(
-            id=f"{_op}.exp2.{_name}.sm90.v1",
-            op=_op,
-            dtype=_name,
-            device="sm90",
-            formula="y = round(round(act(gate)) up)",
-            order="elementwise",
-            rounding="fp32 without FMA; activation rounded, then the product",
-            functions="ex2.approx.ftz, IEEE division",
-            reference=f"zeromismatch.kernels.gated.gpu:reference_{_op[:4]}",
-            gradient_rtol=1e-4 if _name == "float32" else 2e-2,
-        ))  # fmt: skip
-        register_implementation(Implementation(
-            contract=f"{_op}.exp2.{_name}.sm90.v1", name="triton", run=_call, missing=missing))
+        register_contract(
+            Contract(
+                id=f"{_op}.exp2.{_name}.sm90.v1",
+                op=_op,
+                dtype=_name,
+                device="sm90",
+                formula="y = round(round(act(gate)) up)",
+                order="elementwise",
+                rounding="fp32 without FMA; activation rounded, then the product",
+                functions="ex2.approx.ftz, IEEE division",
+                reference=f"zeromismatch.kernels.gated.gpu:reference_{_op[:4]}",
+                gradient_rtol=1e-4 if _name == "float32" else 2e-2,
+            )
+        )
+        register_implementation(
+            Implementation(
+                contract=f"{_op}.exp2.{_name}.sm90.v1", name="triton", run=_call, missing=missing
+            )
+        )

@@ -4,8 +4,9 @@
     gelu(x) = x * h / 1,  h = 1 - 1 / (1 + exp2(2 u log2 e)),   u = sqrt(2 / pi) (x + 0.044715 x^3)
     y = round(round(act(gate)) * up)
 
-gelu is the tanh form: 0.5 (1 + tanh u) = h. The activation is rounded before the product, so fused and
-unfused calls agree. exp2 is ``ex2.approx.ftz``; nothing is contracted into an FMA. Elementwise throughout.
+gelu is the tanh form: 0.5 (1 + tanh u) = h. The activation is rounded before the product, so fused
+and unfused calls agree. exp2 is ``ex2.approx.ftz``; nothing is contracted into an FMA. Elementwise
+throughout.
 """
 
 import triton
@@ -34,8 +35,16 @@ def _activation(x, GELU: tl.constexpr):
 
 @triton.jit
 def gated_fwd_kernel(
-    gate_ptr, up_ptr, y_ptr, M, F, stride_g, stride_u,
-    BLOCK: tl.constexpr, GELU: tl.constexpr, HAS_UP: tl.constexpr,
+    gate_ptr,
+    up_ptr,
+    y_ptr,
+    M,
+    F,
+    stride_g,
+    stride_u,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    HAS_UP: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -51,8 +60,18 @@ def gated_fwd_kernel(
 
 @triton.jit
 def gated_bwd_kernel(
-    gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, M, F, stride_g, stride_u,
-    BLOCK: tl.constexpr, GELU: tl.constexpr, HAS_UP: tl.constexpr,
+    gate_ptr,
+    up_ptr,
+    dy_ptr,
+    dgate_ptr,
+    dup_ptr,
+    M,
+    F,
+    stride_g,
+    stride_u,
+    BLOCK: tl.constexpr,
+    GELU: tl.constexpr,
+    HAS_UP: tl.constexpr,
 ):
     row = tl.program_id(1).to(tl.int64)
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -3,8 +3,8 @@
 ``torch.mm`` asks a heuristic at every call; it may split K at one row count and not at the next, so
 its bits depend on the batch. Here the heuristic is asked once per problem, with every reduction
 scheme forbidden, and the chosen algorithm (a 64-byte value) is kept and named. Whether such an
-algorithm is in a bit class is not assumed: :mod:`.certificate` compares it with the class's reference
-at the very shape before it may serve.
+algorithm is in a bit class is not assumed: :mod:`.certificate` compares it with the class's
+reference at the very shape before it may serve.
 
     >>> lt = Problem("nt", 512, 4096, 4096, torch.bfloat16, torch.bfloat16)   # doctest: +SKIP
     >>> lt.algorithms()[0].name                                                # doctest: +SKIP
@@ -26,8 +26,17 @@ _COMPUTE_32F = 68
 _DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS, _DESC_BIAS_TYPE = 3, 4, 7, 8, 26
 _EPILOGUE_BIAS = 4
 _PREF_WORKSPACE, _PREF_REDUCTION = 1, 3
-_CONFIG = {"id": 0, "tile": 1, "splitk": 2, "reduction": 3, "swizzle": 4, "custom": 5, "stages": 6,
-           "inner": 7, "cluster": 8}
+_CONFIG = {
+    "id": 0,
+    "tile": 1,
+    "splitk": 2,
+    "reduction": 3,
+    "swizzle": 4,
+    "custom": 5,
+    "stages": 6,
+    "inner": 7,
+    "cluster": 8,
+}
 
 
 class _Algo(ctypes.Structure):
@@ -35,8 +44,13 @@ class _Algo(ctypes.Structure):
 
 
 class _Heuristic(ctypes.Structure):
-    _fields_ = (("algo", _Algo), ("workspace", ctypes.c_size_t), ("state", ctypes.c_int),
-                ("waves", ctypes.c_float), ("reserved", ctypes.c_int * 4))
+    _fields_ = (
+        ("algo", _Algo),
+        ("workspace", ctypes.c_size_t),
+        ("state", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +76,8 @@ def library() -> ctypes.CDLL | None:
 def _check(status: int, call: str) -> None:
     if status != 0:
         raise CapabilityError(
-            f"cuBLASLt {call} failed with status {status}; run `zm kernels certify` so that the class's "
+            f"cuBLASLt {call} failed with status {status}; run `zm kernels certify` so that "
+            f"the class's "
             "own kernels serve this shape"
         )
 
@@ -77,9 +92,16 @@ def _handle(device: int) -> ctypes.c_void_p:
 
 def _layout(dtype: torch.dtype, rows: int, cols: int, ld: int) -> ctypes.c_void_p:
     layout = ctypes.c_void_p()
-    _check(library().cublasLtMatrixLayoutCreate(
-        ctypes.byref(layout), _TYPES[dtype], ctypes.c_uint64(rows), ctypes.c_uint64(cols),
-        ctypes.c_int64(ld)), "layout")
+    _check(
+        library().cublasLtMatrixLayoutCreate(
+            ctypes.byref(layout),
+            _TYPES[dtype],
+            ctypes.c_uint64(rows),
+            ctypes.c_uint64(cols),
+            ctypes.c_int64(ld),
+        ),
+        "layout",
+    )
     return layout
 
 
@@ -89,14 +111,27 @@ class Problem:
     nt: a[M, K], b[N, K] (forward)   nn: a[M, K], b[K, N] (dX)   tn: a[K, M], b[K, N] (dW)
     """
 
-    def __init__(self, form: str, m: int, n: int, k: int, dtype: torch.dtype, out: torch.dtype,
-                 device: int = 0, bias: bool = False) -> None:
+    def __init__(
+        self,
+        form: str,
+        m: int,
+        n: int,
+        k: int,
+        dtype: torch.dtype,
+        out: torch.dtype,
+        device: int = 0,
+        bias: bool = False,
+    ) -> None:
         lib = library()
         if lib is None:
-            raise CapabilityError("no cuBLASLt beside this torch; the class's own kernels serve instead")
+            raise CapabilityError(
+                "no cuBLASLt beside this torch; the class's own kernels serve instead"
+            )
         self.shape, self.device = (form, m, n, k), device
         self._desc = ctypes.c_void_p()
-        _check(lib.cublasLtMatmulDescCreate(ctypes.byref(self._desc), _COMPUTE_32F, 0), "descriptor")
+        _check(
+            lib.cublasLtMatmulDescCreate(ctypes.byref(self._desc), _COMPUTE_32F, 0), "descriptor"
+        )
         # cuBLAS is column-major: it computes c^T[N, M] from b^T and a^T.
         transposed = {"nt": (1, 0), "nn": (0, 0), "tn": (0, 1)}[form]
         self._set(_DESC_TRANSA, ctypes.c_int32(transposed[0]))
@@ -109,40 +144,86 @@ class Problem:
         self._c = _layout(out, n, m, n)
 
     def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:
-        _check(library().cublasLtMatmulDescSetAttribute(
-            self._desc, attribute, ctypes.byref(value), ctypes.sizeof(value)), "descriptor attribute")
+        _check(
+            library().cublasLtMatmulDescSetAttribute(
+                self._desc, attribute, ctypes.byref(value), ctypes.sizeof(value)
+            ),
+            "descriptor attribute",
+        )
 
     def algorithms(self, count: int = 1) -> list[Algorithm]:
-        """The heuristic's first ``count`` choices that reduce K in one piece and need no workspace."""
+        """The heuristic's first ``count`` choices that keep K in one piece without workspace."""
         lib = library()
         preference = ctypes.c_void_p()
         _check(lib.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "preference")
-        for attribute, value in ((_PREF_WORKSPACE, ctypes.c_uint64(0)), (_PREF_REDUCTION, ctypes.c_uint32(0))):
-            _check(lib.cublasLtMatmulPreferenceSetAttribute(
-                preference, attribute, ctypes.byref(value), ctypes.sizeof(value)), "preference")
+        for attribute, value in (
+            (_PREF_WORKSPACE, ctypes.c_uint64(0)),
+            (_PREF_REDUCTION, ctypes.c_uint32(0)),
+        ):
+            _check(
+                lib.cublasLtMatmulPreferenceSetAttribute(
+                    preference, attribute, ctypes.byref(value), ctypes.sizeof(value)
+                ),
+                "preference",
+            )
         results = (_Heuristic * count)()
         found = ctypes.c_int(0)
         status = lib.cublasLtMatmulAlgoGetHeuristic(
-            _handle(self.device), self._desc, self._b, self._a, self._c, self._c, preference, count,
-            results, ctypes.byref(found))
+            _handle(self.device),
+            self._desc,
+            self._b,
+            self._a,
+            self._c,
+            self._c,
+            preference,
+            count,
+            results,
+            ctypes.byref(found),
+        )
         lib.cublasLtMatmulPreferenceDestroy(preference)
         if status != 0:
             return []
-        return [Algorithm(_name(r.algo), bytes(r.algo)) for r in results[: found.value] if r.state == 0]
+        return [
+            Algorithm(_name(r.algo), bytes(r.algo)) for r in results[: found.value] if r.state == 0
+        ]
 
-    def run(self, algorithm: Algorithm, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, *,
-            bias: torch.Tensor | None = None, accumulate: bool = False) -> None:
+    def run(
+        self,
+        algorithm: Algorithm,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        c: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> None:
         """Compute into ``c``; with ``accumulate``, add to what ``c`` holds."""
         if bias is not None:
             self._set(_DESC_BIAS, ctypes.c_void_p(bias.data_ptr()))
         one, beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if accumulate else 0.0)
         algo = _Algo.from_buffer_copy(algorithm.raw)
         out = ctypes.c_void_p(c.data_ptr())
-        _check(library().cublasLtMatmul(
-            _handle(self.device), self._desc, ctypes.byref(one), ctypes.c_void_p(b.data_ptr()), self._b,
-            ctypes.c_void_p(a.data_ptr()), self._a, ctypes.byref(beta), out, self._c, out, self._c,
-            ctypes.byref(algo), None, ctypes.c_size_t(0),
-            ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream)), "matmul")
+        _check(
+            library().cublasLtMatmul(
+                _handle(self.device),
+                self._desc,
+                ctypes.byref(one),
+                ctypes.c_void_p(b.data_ptr()),
+                self._b,
+                ctypes.c_void_p(a.data_ptr()),
+                self._a,
+                ctypes.byref(beta),
+                out,
+                self._c,
+                out,
+                self._c,
+                ctypes.byref(algo),
+                None,
+                ctypes.c_size_t(0),
+                ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream),
+            ),
+            "matmul",
+        )
 
 
 def _name(algo: _Algo) -> str:
@@ -151,6 +232,11 @@ def _name(algo: _Algo) -> str:
         value, written = ctypes.c_uint32(0), ctypes.c_size_t(0)
         size = 2 if key in ("inner", "cluster") else 4
         status = library().cublasLtMatmulAlgoConfigGetAttribute(
-            ctypes.byref(algo), attribute, ctypes.byref(value), ctypes.c_size_t(size), ctypes.byref(written))
+            ctypes.byref(algo),
+            attribute,
+            ctypes.byref(value),
+            ctypes.c_size_t(size),
+            ctypes.byref(written),
+        )
         values[key] = value.value if status == 0 else "x"
     return "lt-" + ".".join(f"{key}{value}" for key, value in values.items())

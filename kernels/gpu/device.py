@@ -1,7 +1,7 @@
 """Facts about the current GPU, and how tensors are brought into the form that kernels take.
 
-The bits of matrix instructions belong to an architecture, so contracts name it (``sm90``). On a GPU for
-which no contract is proved, operators refuse instead of running other numbers.
+The bits of matrix instructions belong to an architecture, so contracts name it (``sm90``). On a GPU
+for which no contract is proved, operators refuse instead of running other numbers.
 """
 
 import functools
@@ -45,13 +45,16 @@ def missing() -> str | None:
     return None
 
 
-def require(op: str, *tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = tuple(NAMES)) -> None:
+def require(
+    op: str, *tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = tuple(NAMES)
+) -> None:
     """CUDA tensors of one device and one of ``dtypes``, on a GPU with proved contracts."""
     given = [tensor for tensor in tensors if tensor is not None]
     devices = {tensor.device for tensor in given}
     if len(devices) != 1 or next(iter(devices)).type != "cuda":
+        names = ", ".join(sorted(map(str, devices)))
         raise ContractError(
-            f"{op} on the GPU takes CUDA tensors of one device, not {sorted(map(str, devices))}; move them"
+            f"{op} on the GPU takes CUDA tensors of one device, not of {names}; move them"
         )
     dtype = given[0].dtype
     if dtype not in dtypes:
@@ -63,7 +66,7 @@ def require(op: str, *tensors: Tensor | None, dtypes: tuple[torch.dtype, ...] = 
 
 
 def aligned(x: Tensor) -> Tensor:
-    """``x`` itself if contiguous and 16-byte aligned, else a copy: the same values, the same bits."""
+    """``x`` itself if contiguous and 16-byte aligned, else a copy: same values, same bits."""
     if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
         return x
     return x.clone(memory_format=torch.contiguous_format)

@@ -3,9 +3,9 @@
     buffer = torch.empty(rows, 2, dtype=torch.int64, device="cuda")
     digest_into(x, buffer)            # also inside torch.compile and CUDA graph capture
 
-The values are those of ``kernels.bits.digest_rows``. As a custom operator that mutates its buffer, a tap
-stays in place under torch.compile; in a captured graph each replay refreshes the same buffer, so traces
-survive replay.
+The values are those of ``kernels.bits.digest_rows``. As a custom operator that mutates its buffer,
+a tap stays in place under torch.compile; in a captured graph each replay refreshes the same buffer,
+so traces survive replay.
 """
 
 import torch
@@ -34,7 +34,8 @@ def digest_into_op(x: Tensor, out: Tensor) -> None:
     bits = 8 if x.element_size() == 1 else 16 if x.element_size() == 2 else 32
     words = flat.view({8: torch.uint8, 16: torch.int16, 32: torch.int32}[bits])
     digest_kernels.digest_rows_kernel[(rows,)](
-        words, out, words.shape[1], words.shape[1], _head(elements, x.dtype), BITS=bits, num_warps=4)
+        words, out, words.shape[1], words.shape[1], _head(elements, x.dtype), BITS=bits, num_warps=4
+    )
 
 
 @digest_into_op.register_fake
@@ -44,9 +45,15 @@ def _(x: Tensor, out: Tensor) -> None:
 
 def digest_into(x: Tensor, out: Tensor) -> Tensor:
     """Digest each row of ``x[rows, ...]`` into int64 ``out[rows, 2]``, which is returned."""
-    if out.dtype != torch.int64 or out.shape != (x.shape[0], 2) or not out.is_contiguous() or x.is_complex():
+    if (
+        out.dtype != torch.int64
+        or out.shape != (x.shape[0], 2)
+        or not out.is_contiguous()
+        or x.is_complex()
+    ):
         raise ContractError(
-            f"digest_into needs a real x and contiguous int64 out [{x.shape[0]}, 2], not {x.dtype} and "
+            f"digest_into needs a real x and contiguous int64 out [{x.shape[0]}, 2], not "
+            f"{x.dtype} and "
             f"{out.dtype} {tuple(out.shape)}; allocate it with torch.empty"
         )
     digest_into_op(x, out)

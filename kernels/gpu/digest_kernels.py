@@ -1,7 +1,7 @@
 """``digest.v1`` (:mod:`..reference.digest`) as a Triton kernel that writes into a given buffer.
 
-Integer arithmetic only, so a traced operator can call it inside torch.compile or a captured graph and
-leave 128 bits per row in preallocated memory: traces survive replay. One program takes one row.
+Integer arithmetic only, so a traced operator can call it inside torch.compile or a captured graph
+and leave 128 bits per row in preallocated memory: traces survive replay. One program takes one row.
 """
 
 import triton
@@ -24,15 +24,24 @@ def _mix(z):
 
 @triton.jit
 def digest_rows_kernel(
-    x_ptr, out_ptr, words, stride, head, BITS: tl.constexpr,
+    x_ptr,
+    out_ptr,
+    words,
+    stride,
+    head,
+    BITS: tl.constexpr,
 ):
-    """x_ptr: the row's words as int16 or int32 (uint8 for one byte); head: the mixed (elements, dtype)."""
+    """x_ptr: the row's words as int16 or int32 (uint8 for one byte); head: the mixed (elements,
+    dtype).
+    """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK).to(tl.int64)
     odd_a = _mix((lanes + 1) * GOLDEN) | 1
     odd_b = _mix((lanes + 1) * GOLDEN + SEED_B) | 1
-    total_a = head * 0
-    total_b = head * 0
+    zero = row * 0  # keeps every sum int64, whatever width the head was passed in
+    head = head + zero
+    total_a = zero
+    total_b = zero
     for block in range(tl.cdiv(words, BLOCK)):
         at = block * BLOCK + tl.arange(0, BLOCK)
         word = tl.load(x_ptr + row * stride + at, mask=at < words, other=0).to(tl.int64)
@@ -40,7 +49,7 @@ def digest_rows_kernel(
             word = word & 0xFFFF
         if BITS == 32:
             word = word & 0xFFFFFFFF
-        odd_c = _mix((block + 1).to(tl.int64) * GOLDEN + SEED_C) | 1
+        odd_c = _mix((zero + block + 1) * GOLDEN + SEED_C) | 1
         total_a += _mix(tl.sum(word * odd_a, 0)) * odd_c
         total_b += _mix(tl.sum(word * odd_b, 0)) * odd_c
     tl.store(out_ptr + row * 2, _mix(total_a + head))

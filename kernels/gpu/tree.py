@@ -1,15 +1,18 @@
 """Row sums with one defined order, for Triton kernels.
 
-``tl.sum`` leaves the order to the layout, which follows warps, block size and even pointer alignment. The
-order here is written down by index: first groups of VEC neighbours as a tree of neighbouring pairs, then
-the W / VEC group sums as a tree of halves (i with i + n / 2, then i with i + n / 4, ...).
+``tl.sum`` leaves the order to the layout, which follows warps, block size and even pointer
+alignment. The order here is written down by index: first groups of VEC neighbours as a tree of
+neighbouring pairs, then the W / VEC group sums as a tree of halves (i with i + n / 2, then i with i
++ n / 4, ...).
 
     row_sum(v[R, W], R, W, VEC) -> [R]
-    tile_sum(v[R * N, W], R, N, W, VEC) -> [R]     blocks b and b + N / 2 first, down to 4; row_sum; then halves
+    tile_sum(v[R * N, W], R, N, W, VEC) -> [R]     blocks b and b + N / 2 first, down to 4;
+        row_sum; then halves
 
-Every addition is a reshape and a split. VEC neighbours lie in one thread where W is one warp's vector load
-(16 bytes a thread), so the first levels move nothing and 32 sums or fewer are left; wider rows are first
-summed into W lanes. A tree over a whole row would make the compiler give each thread a copy of it.
+Every addition is a reshape and a split. VEC neighbours lie in one thread where W is one warp's
+vector load (16 bytes a thread), so the first levels move nothing and 32 sums or fewer are left;
+wider rows are first summed into W lanes. A tree over a whole row would make the compiler give each
+thread a copy of it.
 """
 
 import triton
@@ -30,7 +33,7 @@ def _halves(v, R: tl.constexpr, N: tl.constexpr):
 
 @triton.jit
 def row_sum(v, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
-    """[R, W] -> [R]; W / VEC is a power of two up to 32, VEC is 2, 4 or 8. Zero padding is exact."""
+    """[R, W] -> [R]; W / VEC a power of two up to 32, VEC 2, 4 or 8. Zero padding is exact."""
     N: tl.constexpr = W // VEC
     if VEC >= 8:
         v = _neighbours(v, R, N, 8)

@@ -1,16 +1,19 @@
 """Linear on the GPU: GEMM class L, forward and backward, by certified dispatch per shape.
 
-    gemm.L.<dtype>.sm90.v1   c = round(sum_k a b + bias): one fp32 accumulator per output, the reduced
-                             axis ascending, never split; bias added in fp32; one rounding
+    gemm.L.<dtype>.sm90.v1   c = round(sum_k a b + bias)
+
+One fp32 accumulator per output, the reduced axis ascending, never split; bias in
+fp32; one rounding.
 
 bf16 and fp16: the chain of Hopper's matrix instructions over 16-wide groups. fp32: a chain of IEEE
 FMAs, no TF32: the very bits of ``linear.chain.float32.cpu.v1``. Forward, dX and dW are the same
-class over K, N and tokens; dW cuts the tokens every DW_CHUNK rows and adds the chunks ascending in fp32.
+class over K, N and tokens; dW cuts the tokens every DW_CHUNK rows and adds the chunks ascending in
+fp32.
 
-Who computes: cuBLASLt with a pinned algorithm, once it gave the reference's bits at this very shape on
-data made to show a changed order; the class's own Triton kernels otherwise, also inside a graph capture
-that meets an unproved shape. ``decisions()`` says what serves where. Every tensor is copied first if
-it is not contiguous or not 16-byte aligned.
+Who computes: cuBLASLt with a pinned algorithm, once it gave the reference's bits at this very shape
+on data made to show a changed order; the class's own Triton kernels otherwise, also inside a graph
+capture that meets an unproved shape. ``decisions()`` says what serves where. Every tensor is copied
+first if it is not contiguous or not 16-byte aligned.
 
 Legend: M rows, N outputs, K reduced axis; forms nt (forward), nn (dX), tn (dW).
 """
@@ -59,32 +62,45 @@ def _sizes(form: str, a: Tensor, b: Tensor) -> tuple[int, int, int]:
     n, k_b = (b.shape[0], b.shape[1]) if form == "nt" else (b.shape[1], b.shape[0])
     if k != k_b or a.dtype != b.dtype:
         raise ContractError(
-            f"gemm {form} cannot reduce {tuple(a.shape)} {a.dtype} with {tuple(b.shape)} {b.dtype}; check "
+            f"gemm {form} cannot reduce {tuple(a.shape)} {a.dtype} with {tuple(b.shape)} "
+            f"{b.dtype}; check "
             "which weight belongs to this layer"
         )
     return m, n, k
 
 
-def run_tile(tile: Tile, form: str, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor) -> Tensor:
+def run_tile(
+    tile: Tile, form: str, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
+) -> Tensor:
     """Launch one of the class's own kernels into ``out`` (contiguous [M, N])."""
     m, n, k = _sizes(form, a, b)
     if m == 0 or n == 0:
         return out
-    return _launch_tma(tile, form, a, b, bias, out, (m, n, k)) if tile.tma and _describable(
-        a, b, out
-    ) else _launch_pointer(tile, form, a, b, bias, out, (m, n, k))
+    return (
+        _launch_tma(tile, form, a, b, bias, out, (m, n, k))
+        if tile.tma and _describable(a, b, out)
+        else _launch_pointer(tile, form, a, b, bias, out, (m, n, k))
+    )
 
 
 def _describable(*tensors: Tensor) -> bool:
     """Tensor descriptors need 16-byte aligned bases and row strides."""
     return all(
-        each.data_ptr() % 16 == 0 and each.stride(0) * each.element_size() % 16 == 0 and min(each.shape) > 0
+        each.data_ptr() % 16 == 0
+        and each.stride(0) * each.element_size() % 16 == 0
+        and min(each.shape) > 0
         for each in tensors
     )
 
 
 def _launch_pointer(
-    tile: Tile, form: str, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, sizes: tuple[int, int, int]
+    tile: Tile,
+    form: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    sizes: tuple[int, int, int],
 ) -> Tensor:
     import triton
 
@@ -95,15 +111,39 @@ def _launch_pointer(
     stride_bn, stride_bk = b.stride() if form == "nt" else (b.stride(1), b.stride(0))
     grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn),)
     gpu_kernels.gemm_pointer_kernel[grid](
-        a, b, out, a if bias is None else bias, m, n, k, stride_am, stride_ak, stride_bn, stride_bk, out.stride(0),
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=8, HAS_BIAS=bias is not None, SWAP=tile.swap,
-        EVEN_K=k % tile.bk == 0, num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        a,
+        b,
+        out,
+        a if bias is None else bias,
+        m,
+        n,
+        k,
+        stride_am,
+        stride_ak,
+        stride_bn,
+        stride_bk,
+        out.stride(0),
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        GROUP_M=8,
+        HAS_BIAS=bias is not None,
+        SWAP=tile.swap,
+        EVEN_K=k % tile.bk == 0,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out
 
 
 def _launch_tma(
-    tile: Tile, form: str, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor, sizes: tuple[int, int, int]
+    tile: Tile,
+    form: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    sizes: tuple[int, int, int],
 ) -> Tensor:
     import triton
     from triton.tools.tensor_descriptor import TensorDescriptor
@@ -116,17 +156,36 @@ def _launch_tma(
     a_block = [tile.bk, tile.bm] if form == "tn" else [tile.bm, tile.bk]
     b_block = [tile.bn, tile.bk] if form == "nt" else [tile.bk, tile.bn]
     gpu_kernels.gemm_tma_kernel[(min(triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), sms),)](
-        TensorDescriptor.from_tensor(a, a_block), TensorDescriptor.from_tensor(b, b_block),
-        TensorDescriptor.from_tensor(out, [tile.bm, width]), a if bias is None else bias, m, n, k,
-        BM=tile.bm, BN=tile.bn, BK=tile.bk, GROUP_M=8, A_T=form == "tn", B_T=form != "nt",
-        HAS_BIAS=bias is not None, SUBTILE=tile.subtile, NUM_SMS=sms, FLATTEN=tile.flatten,
-        OUT=gpu_kernels.DTYPES[NAMES[out.dtype]], num_warps=tile.warps, num_stages=tile.stages,
-    )  # fmt: skip
+        TensorDescriptor.from_tensor(a, a_block),
+        TensorDescriptor.from_tensor(b, b_block),
+        TensorDescriptor.from_tensor(out, [tile.bm, width]),
+        a if bias is None else bias,
+        m,
+        n,
+        k,
+        BM=tile.bm,
+        BN=tile.bn,
+        BK=tile.bk,
+        GROUP_M=8,
+        A_T=form == "tn",
+        B_T=form != "nt",
+        HAS_BIAS=bias is not None,
+        SUBTILE=tile.subtile,
+        NUM_SMS=sms,
+        FLATTEN=tile.flatten,
+        OUT=gpu_kernels.DTYPES[NAMES[out.dtype]],
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
     return out
 
 
 def reference(
-    form: str, a: Tensor, b: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    form: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """The class's definition on this architecture: the plain pointer kernel in one fixed tile."""
     m, n, _ = _sizes(form, a, b)
@@ -139,7 +198,9 @@ def _adversarial(rows: int, k: int, dtype: torch.dtype, seed: int, device: torch
     generator = torch.Generator(device=device).manual_seed(seed)
     x = torch.randn(rows, k, generator=generator, device=device)
     x *= torch.exp2(torch.randint(-6, 7, (rows, k), generator=generator, device=device).float())
-    order = torch.randperm(k, generator=torch.Generator(device=device).manual_seed(k), device=device)
+    order = torch.randperm(
+        k, generator=torch.Generator(device=device).manual_seed(k), device=device
+    )
     pairs = k // 8
     sign = 1.0 if seed % 2 else -1.0
     x[:, order[:pairs]] = 64.0
@@ -192,8 +253,14 @@ def _decide(key: tuple[Any, ...]) -> tuple[cublaslt.Problem, cublaslt.Algorithm]
 
 
 def gemm(
-    form: str, a: Tensor, b: Tensor, bias: Tensor | None = None, *,
-    out_dtype: torch.dtype | None = None, out: Tensor | None = None, accumulate: bool = False,
+    form: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+    accumulate: bool = False,
 ) -> Tensor:
     """Class L product of 2-D tensors, by whoever is certified for this shape.
 
@@ -235,7 +302,11 @@ def _(form: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dty
 
 
 def grad_weight(
-    grad_TN: Tensor, x_TK: Tensor, *, accumulate_into: Tensor | None = None, out_dtype: torch.dtype | None = None
+    grad_TN: Tensor,
+    x_TK: Tensor,
+    *,
+    accumulate_into: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """dW [N, K]: class L over blocks of DW_CHUNK tokens, blocks added ascending in fp32."""
     tokens = grad_TN.shape[0]
@@ -287,33 +358,57 @@ def linear(
     return _Linear.apply(x_TK, weight, bias, out_dtype or x.dtype).view(*lead, weight.shape[0])
 
 
-def _offer(tile: Tile, form: str, a: Tensor, b: Tensor, bias: Tensor | None = None,
-           out_dtype: torch.dtype | None = None) -> Tensor:
+def _offer(
+    tile: Tile,
+    form: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     m, n, _ = _sizes(form, a, b)
     a, b = aligned(a), aligned(b)
-    return run_tile(tile, form, a, b, bias, torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device))
+    return run_tile(
+        tile, form, a, b, bias, torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
+    )
 
 
-def _dispatched(form: str, a: Tensor, b: Tensor, bias: Tensor | None = None,
-                out_dtype: torch.dtype | None = None) -> Tensor:
+def _dispatched(
+    form: str,
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
     return gemm(form, a, b, bias, out_dtype=out_dtype)
 
 
 for _dtype, _name in NAMES.items():
-    _contract = register_contract(Contract(
-        id=f"gemm.L.{_name}.sm90.v1",
-        op="gemm",
-        dtype=_name,
-        device="sm90",
-        formula="c[m, n] = round(sum_k a[m, k] b[n, k] + bias[n])",
-        order="one fp32 accumulator per output, reduced axis ascending, never split",
-        rounding="fp32 accumulator, bias added in fp32, one rounding to nearest even",
-        functions="fma" if _name == "float32" else "Hopper mma of 16-wide groups, fp32 accumulate",
-        reference="zeromismatch.kernels.linear.gpu:reference",
-        gradient_rtol=1e-4 if _name == "float32" else 2e-2,
-    ))  # fmt: skip
-    register_implementation(Implementation(
-        contract=_contract.id, name="dispatched", run=_dispatched, missing=missing))
+    _contract = register_contract(
+        Contract(
+            id=f"gemm.L.{_name}.sm90.v1",
+            op="gemm",
+            dtype=_name,
+            device="sm90",
+            formula="c[m, n] = round(sum_k a[m, k] b[n, k] + bias[n])",
+            order="one fp32 accumulator per output, reduced axis ascending, never split",
+            rounding="fp32 accumulator, bias added in fp32, one rounding to nearest even",
+            functions="fma"
+            if _name == "float32"
+            else "Hopper mma of 16-wide groups, fp32 accumulate",
+            reference="zeromismatch.kernels.linear.gpu:reference",
+            gradient_rtol=1e-4 if _name == "float32" else 2e-2,
+        )
+    )
+    register_implementation(
+        Implementation(contract=_contract.id, name="dispatched", run=_dispatched, missing=missing)
+    )
     for _tile in {_own(m, n, _dtype) for m in (1, 32, 64, 256, 1024) for n in (1024, 8192)}:
-        register_implementation(Implementation(
-            contract=_contract.id, name=_tile.name, run=functools.partial(_offer, _tile), missing=missing))
+        register_implementation(
+            Implementation(
+                contract=_contract.id,
+                name=_tile.name,
+                run=functools.partial(_offer, _tile),
+                missing=missing,
+            )
+        )

@@ -29,10 +29,24 @@ def _tile_origin(tile, num_m, num_n, GROUP_M: tl.constexpr):
 
 @triton.jit
 def gemm_tma_kernel(
-    a_desc, b_desc, c_desc, bias_ptr, M, N, K,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    A_T: tl.constexpr, B_T: tl.constexpr, HAS_BIAS: tl.constexpr,
-    SUBTILE: tl.constexpr, NUM_SMS: tl.constexpr, FLATTEN: tl.constexpr, OUT: tl.constexpr,
+    a_desc,
+    b_desc,
+    c_desc,
+    bias_ptr,
+    M,
+    N,
+    K,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    A_T: tl.constexpr,
+    B_T: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SUBTILE: tl.constexpr,
+    NUM_SMS: tl.constexpr,
+    FLATTEN: tl.constexpr,
+    OUT: tl.constexpr,
 ):
     """Persistent kernel over tensor descriptors: the one for M of 64 and more."""
     num_m = tl.cdiv(M, BM)
@@ -45,14 +59,8 @@ def gemm_tma_kernel(
         acc = tl.zeros((BM, BN), tl.float32)
         for k in range(num_k):
             k0 = k * BK
-            if A_T:
-                b_a = a_desc.load([k0, m0]).T
-            else:
-                b_a = a_desc.load([m0, k0])
-            if B_T:
-                b_b = b_desc.load([k0, n0])
-            else:
-                b_b = b_desc.load([n0, k0]).T
+            b_a = a_desc.load([k0, m0]).T if A_T else a_desc.load([m0, k0])
+            b_b = b_desc.load([k0, n0]) if B_T else b_desc.load([n0, k0]).T
             acc = tl.dot(b_a, b_b, acc)
         if HAS_BIAS:
             cols = n0 + tl.arange(0, BN)
@@ -67,12 +75,28 @@ def gemm_tma_kernel(
 
 @triton.jit
 def gemm_pointer_kernel(
-    a_ptr, b_ptr, c_ptr, bias_ptr, M, N, K,
-    stride_am, stride_ak, stride_bn, stride_bk, stride_cm,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP_M: tl.constexpr,
-    HAS_BIAS: tl.constexpr, SWAP: tl.constexpr, EVEN_K: tl.constexpr,
+    a_ptr,
+    b_ptr,
+    c_ptr,
+    bias_ptr,
+    M,
+    N,
+    K,
+    stride_am,
+    stride_ak,
+    stride_bn,
+    stride_bk,
+    stride_cm,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GROUP_M: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    SWAP: tl.constexpr,
+    EVEN_K: tl.constexpr,
 ):
-    """Plain pointer kernel: the class's reference, every stride, and the streaming kernel at small M.
+    """Plain pointer kernel: the class's reference, every stride, and the streaming kernel at small
+    M.
 
     SWAP computes the transposed product, weights as the matrix instruction's rows.
     """

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One launch shape. tma: tensor descriptors (persistent), else pointers; swap: weights as rows."""
+    """One launch shape. tma: descriptors (persistent), else pointers; swap: weights as rows."""
 
     bm: int
     bn: int

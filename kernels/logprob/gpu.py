@@ -1,13 +1,15 @@
 """Log-probabilities on the GPU: from fp32 logits, and fused with the LM head, forward and backward.
 
-Contract ``logprob.blocks.float32.sm90.v1`` (formula and order in :mod:`.gpu_kernels`): fp32 logits, IEEE
-division by the temperature, blocks of BLOCK columns at absolute places, blocks merged ascending. Logits
-are class L with fp32 output, so a row's log-probability depends on that row alone.
+Contract ``logprob.blocks.float32.sm90.v1`` (formula and order in :mod:`.gpu_kernels`): fp32 logits,
+IEEE division by the temperature, blocks of BLOCK columns at absolute places, blocks merged
+ascending. Logits are class L with fp32 output, so a row's log-probability depends on that row
+alone.
 
-``lm_head_logprob`` never holds all logits: rows are taken ROWS at a time forward; backward goes over
-the vocabulary CHUNK columns at a time, recomputes the logits of all rows for the chunk, and finishes that
-part of dW at once. dH adds the chunks ascending in fp32 (CHUNK is part of the gradient's order; it is not
-part of the forward's). d_logits are rounded to the dtype of h before the two products.
+``lm_head_logprob`` never holds all logits: rows are taken ROWS at a time forward; backward goes
+over the vocabulary CHUNK columns at a time, recomputes the logits of all rows for the chunk, and
+finishes that part of dW at once. dH adds the chunks ascending in fp32 (CHUNK is part of the
+gradient's order; it is not part of the forward's). d_logits are rounded to the dtype of h before
+the two products.
 
 Legend: T rows, V vocabulary, H hidden size.
 """
@@ -44,22 +46,50 @@ def _forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tens
     for start in range(0, rows, _MAX_ROWS):
         part = slice(start, start + _MAX_ROWS)
         gpu_kernels.logprob_block_kernel[(blocks, logits[part].shape[0])](
-            logits[part], temperature[part], block_max[part], block_sum[part], vocabulary, blocks,
-            logits.stride(0), BV=BLOCK, W=LANES, VEC=4, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            logits[part],
+            temperature[part],
+            block_max[part],
+            block_sum[part],
+            vocabulary,
+            blocks,
+            logits.stride(0),
+            BV=BLOCK,
+            W=LANES,
+            VEC=4,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     grid = (-(-rows // 64),)
     gpu_kernels.logprob_chosen_kernel[grid](
-        logits, targets, chosen, rows, 0, vocabulary, logits.stride(0), BT=64, num_warps=2)
+        logits, targets, chosen, rows, 0, vocabulary, logits.stride(0), BT=64, num_warps=2
+    )
     gpu_kernels.logprob_merge_kernel[grid](
-        block_max, block_sum, chosen, temperature, lp, row_max, log_sum, rows, blocks,
-        BT=64, BB=blocks, num_warps=2, enable_fp_fusion=False,
-    )  # fmt: skip
+        block_max,
+        block_sum,
+        chosen,
+        temperature,
+        lp,
+        row_max,
+        log_sum,
+        rows,
+        blocks,
+        BT=64,
+        BB=blocks,
+        num_warps=2,
+        enable_fp_fusion=False,
+    )
     return lp, row_max, log_sum
 
 
 def _d_logits(
-    logits: Tensor, targets: Tensor, temperature: Tensor, row_max: Tensor, log_sum: Tensor, g: Tensor,
-    first: int, out: Tensor,
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    g: Tensor,
+    first: int,
+    out: Tensor,
 ) -> Tensor:
     from . import gpu_kernels
 
@@ -67,10 +97,21 @@ def _d_logits(
     for start in range(0, rows, _MAX_ROWS):
         part = slice(start, start + _MAX_ROWS)
         gpu_kernels.logprob_bwd_kernel[(-(-width // _GRADIENT_BLOCK), logits[part].shape[0])](
-            logits[part], targets[part], temperature[part], row_max[part], log_sum[part], g[part], out[part],
-            first, width, logits.stride(0), out.stride(0),
-            BV=_GRADIENT_BLOCK, num_warps=8, enable_fp_fusion=False,
-        )  # fmt: skip
+            logits[part],
+            targets[part],
+            temperature[part],
+            row_max[part],
+            log_sum[part],
+            g[part],
+            out[part],
+            first,
+            width,
+            logits.stride(0),
+            out.stride(0),
+            BV=_GRADIENT_BLOCK,
+            num_warps=8,
+            enable_fp_fusion=False,
+        )
     return out
 
 
@@ -99,9 +140,13 @@ def logprob(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) 
     """fp32 [T] from fp32 logits [T, V]; differentiable in logits. Targets must lie in [0, V)."""
     require("logprob", logits, dtypes=(torch.float32,))
     if targets.shape != logits.shape[:1]:
-        raise ContractError(f"logprob needs logits [T, V], targets [T], not {tuple(logits.shape)}, "
-                            f"{tuple(targets.shape)}; pass one target per row")  # fmt: skip
-    return _Logprob.apply(logits, targets.contiguous(), _temperature(temperature, logits.shape[0], logits.device))
+        raise ContractError(
+            f"logprob needs logits [T, V], targets [T], not {tuple(logits.shape)}, "
+            f"{tuple(targets.shape)}; pass one target per row"
+        )
+    return _Logprob.apply(
+        logits, targets.contiguous(), _temperature(temperature, logits.shape[0], logits.device)
+    )
 
 
 def lm_head(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -112,7 +157,12 @@ def lm_head(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class _LmHeadLogprob(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, h: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: Tensor
+        ctx: Any,
+        h: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        bias: Tensor | None,
+        temperature: Tensor,
     ) -> Tensor:
         parts = []
         for start in range(0, h.shape[0], ROWS):
@@ -136,8 +186,16 @@ class _LmHeadLogprob(torch.autograd.Function):
         for first in range(0, vocabulary, CHUNK):
             part = slice(first, min(first + CHUNK, vocabulary))
             logits = lm_head(h, weight[part], None if bias is None else bias[part])
-            d = _d_logits(logits, targets, temperature, row_max, log_sum, g, first,
-                          torch.empty(logits.shape, dtype=h.dtype, device=h.device))
+            d = _d_logits(
+                logits,
+                targets,
+                temperature,
+                row_max,
+                log_sum,
+                g,
+                first,
+                torch.empty(logits.shape, dtype=h.dtype, device=h.device),
+            )
             del logits
             if dh is not None:
                 gemm("nn", d, weight[part], out=dh, accumulate=True)
@@ -155,12 +213,21 @@ class _LmHeadLogprob(torch.autograd.Function):
 
 
 def lm_head_logprob(
-    h: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None = None, temperature: float | Tensor = 1.0
+    h: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    temperature: float | Tensor = 1.0,
 ) -> Tensor:
-    """fp32 [T]: the bits of ``logprob(lm_head(h, weight, bias), targets, temperature)``, in blocks."""
+    """fp32 [T]: the bits of ``logprob(lm_head(h, weight, bias), targets, temperature)``."""
     require("lm_head_logprob", h, weight, bias)
     return _LmHeadLogprob.apply(
-        aligned(h), aligned(weight), targets.contiguous(), bias, _temperature(temperature, h.shape[0], h.device))
+        aligned(h),
+        aligned(weight),
+        targets.contiguous(),
+        bias,
+        _temperature(temperature, h.shape[0], h.device),
+    )
 
 
 def _run(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
@@ -169,21 +236,30 @@ def _run(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
 
 def reference(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
     """The same kernels, one row at a time: order and functions are theirs; rows cannot matter."""
-    rows = [_run(logits[i : i + 1].clone(), targets[i : i + 1], temperature[i : i + 1])
-            for i in range(logits.shape[0])]
+    rows = [
+        _run(logits[i : i + 1].clone(), targets[i : i + 1], temperature[i : i + 1])
+        for i in range(logits.shape[0])
+    ]
     return torch.cat(rows) if rows else logits.new_empty(0)
 
 
-_CONTRACT = register_contract(Contract(
-    id="logprob.blocks.float32.sm90.v1",
-    op="logprob",
-    dtype="float32",
-    device="sm90",
-    formula="lp = (z_t - max z) - log sum exp(z - max z), z = logit / T",
-    order=f"blocks of {BLOCK} columns at absolute places, a tree of halves, neighbours and halves inside, blocks ascending",
-    rounding="fp32 throughout, no FMA",
-    functions="ex2.approx.ftz, lg2.approx, IEEE division",
-    reference="zeromismatch.kernels.logprob.gpu:reference",
-    gradient_rtol=1e-3,
-))  # fmt: skip
-register_implementation(Implementation(contract=_CONTRACT.id, name="triton", run=_run, missing=missing))
+_CONTRACT = register_contract(
+    Contract(
+        id="logprob.blocks.float32.sm90.v1",
+        op="logprob",
+        dtype="float32",
+        device="sm90",
+        formula="lp = (z_t - max z) - log sum exp(z - max z), z = logit / T",
+        order=(
+            f"blocks of {BLOCK} columns at absolute places, a tree of halves, neighbours "
+            f"and halves inside, blocks ascending"
+        ),
+        rounding="fp32 throughout, no FMA",
+        functions="ex2.approx.ftz, lg2.approx, IEEE division",
+        reference="zeromismatch.kernels.logprob.gpu:reference",
+        gradient_rtol=1e-3,
+    )
+)
+register_implementation(
+    Implementation(contract=_CONTRACT.id, name="triton", run=_run, missing=missing)
+)

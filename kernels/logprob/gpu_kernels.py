@@ -23,8 +23,16 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def logprob_block_kernel(
-    logits_ptr, temperature_ptr, max_ptr, sum_ptr, V, num_blocks, stride,
-    BV: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr,
+    logits_ptr,
+    temperature_ptr,
+    max_ptr,
+    sum_ptr,
+    V,
+    num_blocks,
+    stride,
+    BV: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
 ):
     """(m_b, s_b) of one row and one block, held in registers."""
     row = tl.program_id(1).to(tl.int64)
@@ -44,8 +52,17 @@ def logprob_block_kernel(
 
 @triton.jit
 def logprob_merge_kernel(
-    max_ptr, sum_ptr, chosen_ptr, temperature_ptr, lp_ptr, row_max_ptr, log_sum_ptr, T, num_blocks,
-    BT: tl.constexpr, BB: tl.constexpr,
+    max_ptr,
+    sum_ptr,
+    chosen_ptr,
+    temperature_ptr,
+    lp_ptr,
+    row_max_ptr,
+    log_sum_ptr,
+    T,
+    num_blocks,
+    BT: tl.constexpr,
+    BB: tl.constexpr,
 ):
     """One row per lane: exact maximum, then the blocks ascending."""
     rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
@@ -59,26 +76,44 @@ def logprob_merge_kernel(
         s_b = tl.load(sum_ptr + rows * num_blocks + block, mask=mask, other=0.0)
         s = s + s_b * tl.math.exp2((m_b - m) * LOG2E)
     log_sum = tl.math.log2(s) * LN2
-    z = tl.math.div_rn(tl.load(chosen_ptr + rows, mask=mask, other=0.0),
-                       tl.load(temperature_ptr + rows, mask=mask, other=1.0))
+    z = tl.math.div_rn(
+        tl.load(chosen_ptr + rows, mask=mask, other=0.0),
+        tl.load(temperature_ptr + rows, mask=mask, other=1.0),
+    )
     tl.store(lp_ptr + rows, (z - m) - log_sum, mask=mask)
     tl.store(row_max_ptr + rows, m, mask=mask)
     tl.store(log_sum_ptr + rows, log_sum, mask=mask)
 
 
 @triton.jit
-def logprob_chosen_kernel(logits_ptr, targets_ptr, chosen_ptr, T, first, width, stride, BT: tl.constexpr):
+def logprob_chosen_kernel(
+    logits_ptr, targets_ptr, chosen_ptr, T, first, width, stride, BT: tl.constexpr
+):
     """Copy the target's logit where it lies in columns [first, first + width)."""
     rows = (tl.program_id(0) * BT + tl.arange(0, BT)).to(tl.int64)
     target = tl.load(targets_ptr + rows, mask=rows < T, other=-1) - first
     mask = (rows < T) & (target >= 0) & (target < width)
-    tl.store(chosen_ptr + rows, tl.load(logits_ptr + rows * stride + target, mask=mask, other=0.0), mask=mask)
+    tl.store(
+        chosen_ptr + rows,
+        tl.load(logits_ptr + rows * stride + target, mask=mask, other=0.0),
+        mask=mask,
+    )
 
 
 @triton.jit
 def logprob_bwd_kernel(
-    logits_ptr, targets_ptr, temperature_ptr, row_max_ptr, log_sum_ptr, g_ptr, out_ptr,
-    first, width, stride, stride_out, BV: tl.constexpr,
+    logits_ptr,
+    targets_ptr,
+    temperature_ptr,
+    row_max_ptr,
+    log_sum_ptr,
+    g_ptr,
+    out_ptr,
+    first,
+    width,
+    stride,
+    stride_out,
+    BV: tl.constexpr,
 ):
     """d_logits of one row and block of a chunk that starts at column ``first``."""
     row = tl.program_id(1).to(tl.int64)

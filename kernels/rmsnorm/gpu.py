@@ -1,9 +1,10 @@
 """RMSNorm on the GPU: plain, with residual, per head, with weight + 1; forward and backward.
 
 Contract ``rmsnorm.lanes.<dtype>.sm90.v1`` (formula and order in :mod:`.gpu_kernels`): the sum of
-squares runs in fixed lanes and a written-out tree, so its order depends on H and dtype alone. Rounding as transformers' Llama: the
-normalised value is rounded, multiplied by the weight, rounded; ``unit_offset`` (Gemma) multiplies by
-1 + w in fp32 and rounds once. Rows per program, warps and grid are schedule.
+squares runs in fixed lanes and a written-out tree, so its order depends on H and dtype alone.
+Rounding as transformers' Llama: the normalised value is rounded, multiplied by the weight, rounded;
+``unit_offset`` (Gemma) multiplies by 1 + w in fp32 and rounds once. Rows per program, warps and
+grid are schedule.
 
 Legend: M rows, H columns.
 """
@@ -43,15 +44,27 @@ def rmsnorm_op(
     if rows:
         shape = _shape(width, x.dtype)
         gpu_kernels.rmsnorm_fwd_kernel[(-(-rows // shape["R"]),)](
-            x, x if residual is None else residual, weight, y, y if residual is None else s, rows, eps,
-            H=width, **shape, RESIDUAL=residual is not None, OFFSET=unit_offset,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            x,
+            x if residual is None else residual,
+            weight,
+            y,
+            y if residual is None else s,
+            rows,
+            eps,
+            H=width,
+            **shape,
+            RESIDUAL=residual is not None,
+            OFFSET=unit_offset,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return y, s
 
 
 @rmsnorm_op.register_fake
-def _(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool) -> tuple[Tensor, Tensor]:
+def _(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
+) -> tuple[Tensor, Tensor]:
     return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,))
 
 
@@ -70,18 +83,44 @@ def backward(
     shape = _shape(width, s.dtype)
     r = torch.empty(rows, dtype=torch.float32, device=s.device)
     gpu_kernels.rmsnorm_bwd_kernel[(-(-rows // shape["R"]),)](
-        s, weight, dy, dy if ds is None else ds, dx, r, rows, eps,
-        H=width, **shape, RESIDUAL=ds is not None, OFFSET=unit_offset, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+        s,
+        weight,
+        dy,
+        dy if ds is None else ds,
+        dx,
+        r,
+        rows,
+        eps,
+        H=width,
+        **shape,
+        RESIDUAL=ds is not None,
+        OFFSET=unit_offset,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
     blocks = -(-rows // DW_ROWS)
     part = torch.empty(blocks, width, dtype=torch.float32, device=s.device)
     gpu_kernels.rmsnorm_dw_kernel[(blocks, -(-width // 256))](
-        s, dy, r, part, rows, width, ROWS=DW_ROWS, BC=256, OFFSET=unit_offset, num_warps=2, enable_fp_fusion=False)
+        s,
+        dy,
+        r,
+        part,
+        rows,
+        width,
+        ROWS=DW_ROWS,
+        BC=256,
+        OFFSET=unit_offset,
+        num_warps=2,
+        enable_fp_fusion=False,
+    )
     while True:
         groups = -(-blocks // DW_FAN)
-        out = dw if groups == 1 else torch.empty(groups, width, dtype=torch.float32, device=s.device)
+        out = (
+            dw if groups == 1 else torch.empty(groups, width, dtype=torch.float32, device=s.device)
+        )
         gpu_kernels.column_sum_kernel[(-(-width // 128), groups)](
-            part, out, blocks, width, FAN=DW_FAN, BC=128, num_warps=2)
+            part, out, blocks, width, FAN=DW_FAN, BC=128, num_warps=2
+        )
         if groups == 1:
             return dx, dw
         part, blocks = out, groups
@@ -111,14 +150,17 @@ def _check(x: Tensor, residual: Tensor | None, weight: Tensor) -> None:
     if weight.shape != x.shape[-1:] or (residual is not None and residual.shape != x.shape):
         raise ContractError(
             f"rmsnorm needs x [..., H], residual like x, weight [H], not {tuple(x.shape)}, "
-            f"{None if residual is None else tuple(residual.shape)}, {tuple(weight.shape)}; check the layer"
+            f"{None if residual is None else tuple(residual.shape)}, {tuple(weight.shape)}; "
+            f"check the layer"
         )
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """Normalised ``x[..., H]`` times ``weight[H]``; differentiable once."""
     _check(x, None, weight)
-    return _RmsNorm.apply(x.reshape(-1, x.shape[-1]), None, weight, eps, unit_offset)[0].view(x.shape)
+    return _RmsNorm.apply(x.reshape(-1, x.shape[-1]), None, weight, eps, unit_offset)[0].view(
+        x.shape
+    )
 
 
 def rmsnorm_residual(
@@ -127,7 +169,9 @@ def rmsnorm_residual(
     """(y, s): s = round(x + residual), y = rmsnorm(s); differentiable once."""
     _check(x, residual, weight)
     width = x.shape[-1]
-    y, s = _RmsNorm.apply(x.reshape(-1, width), residual.reshape(-1, width), weight, eps, unit_offset)
+    y, s = _RmsNorm.apply(
+        x.reshape(-1, width), residual.reshape(-1, width), weight, eps, unit_offset
+    )
     return y.view(x.shape), s.view(x.shape)
 
 
@@ -158,17 +202,24 @@ def reference(x: Tensor, weight: Tensor, eps: float = 1e-6, unit_offset: bool = 
 
 
 for _name in NAMES.values():
-    register_contract(Contract(
-        id=f"rmsnorm.lanes.{_name}.sm90.v1",
-        op="rmsnorm",
-        dtype=_name,
-        device="sm90",
-        formula="y = round(round(x / sqrt(mean(x x) + eps)) w), or (1 + w) in fp32 and one rounding",
-        order="sum of squares in lanes, columns ascending, then neighbours, then halves",
-        rounding="fp32; normalised value rounded before the weight unless unit_offset",
-        functions="IEEE division and square root, no FMA",
-        reference="zeromismatch.kernels.rmsnorm.gpu:reference",
-        gradient_rtol=1e-4 if _name == "float32" else 2e-2,
-    ))  # fmt: skip
-    register_implementation(Implementation(
-        contract=f"rmsnorm.lanes.{_name}.sm90.v1", name="triton", run=_run, missing=missing))
+    register_contract(
+        Contract(
+            id=f"rmsnorm.lanes.{_name}.sm90.v1",
+            op="rmsnorm",
+            dtype=_name,
+            device="sm90",
+            formula=(
+                "y = round(round(x / sqrt(mean(x x) + eps)) w), or (1 + w) in fp32 and one rounding"
+            ),
+            order="sum of squares in lanes, columns ascending, then neighbours, then halves",
+            rounding="fp32; normalised value rounded before the weight unless unit_offset",
+            functions="IEEE division and square root, no FMA",
+            reference="zeromismatch.kernels.rmsnorm.gpu:reference",
+            gradient_rtol=1e-4 if _name == "float32" else 2e-2,
+        )
+    )
+    register_implementation(
+        Implementation(
+            contract=f"rmsnorm.lanes.{_name}.sm90.v1", name="triton", run=_run, missing=missing
+        )
+    )

@@ -4,11 +4,11 @@
     r  = 1 / sqrt(sum(s * s) / H + eps)                      IEEE division and square root
     y  = round(round(s * r) * w)   or, unit_offset,  y = round((s * r) * (1 + w))
 
-The sum runs in W lanes (one warp's 16-byte loads: 256 for 16-bit types, 128 for fp32, less for a smaller
-H): column c goes to lane c % W, columns ascending; then ``row_sum``. The order depends on H and dtype
-alone. dx uses the same order; dw sums tokens ascending inside blocks of ROWS, then FAN blocks ascending
-at a time, level by level. A row is read twice, the second time backwards, so that caches still hold it.
-Legend: M rows, H columns, W lanes, R rows per program.
+The sum runs in W lanes (one warp's 16-byte loads: 256 for 16-bit types, 128 for fp32, less for a
+smaller H): column c goes to lane c % W, columns ascending; then ``row_sum``. The order depends on H
+and dtype alone. dx uses the same order; dw sums tokens ascending inside blocks of ROWS, then FAN
+blocks ascending at a time, level by level. A row is read twice, the second time backwards, so that
+caches still hold it. Legend: M rows, H columns, W lanes, R rows per program.
 """
 
 import triton
@@ -25,9 +25,19 @@ def _reciprocal(lanes, H, eps, R: tl.constexpr, W: tl.constexpr, VEC: tl.constex
 
 @triton.jit
 def rmsnorm_fwd_kernel(
-    x_ptr, residual_ptr, w_ptr, y_ptr, s_ptr, M, eps,
-    H: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
-    RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
+    x_ptr,
+    residual_ptr,
+    w_ptr,
+    y_ptr,
+    s_ptr,
+    M,
+    eps,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
+    R: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """R rows per program."""
     rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
@@ -51,21 +61,31 @@ def rmsnorm_fwd_kernel(
         if RESIDUAL:
             x = tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
         else:
-            x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(tl.float32)
+            x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first").to(
+                tl.float32
+            )
         w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         y = x * r[:, None]
-        if OFFSET:
-            y = y * (1.0 + w)
-        else:
-            y = y.to(dtype).to(tl.float32) * w
+        y = y * (1.0 + w) if OFFSET else y.to(dtype).to(tl.float32) * w
         tl.store(y_ptr + at, y.to(dtype), mask=mask, cache_modifier=".cs")
 
 
 @triton.jit
 def rmsnorm_bwd_kernel(
-    s_ptr, w_ptr, dy_ptr, ds_ptr, dx_ptr, r_ptr, M, eps,
-    H: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr, R: tl.constexpr,
-    RESIDUAL: tl.constexpr, OFFSET: tl.constexpr,
+    s_ptr,
+    w_ptr,
+    dy_ptr,
+    ds_ptr,
+    dx_ptr,
+    r_ptr,
+    M,
+    eps,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
+    R: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """dx = r (g - s (sum(g s) / H) r r) (+ ds), g = dy * w; also keeps r for dw."""
     rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
@@ -103,8 +123,15 @@ def rmsnorm_bwd_kernel(
 
 @triton.jit
 def rmsnorm_dw_kernel(
-    s_ptr, dy_ptr, r_ptr, part_ptr, M, H,
-    ROWS: tl.constexpr, BC: tl.constexpr, OFFSET: tl.constexpr,
+    s_ptr,
+    dy_ptr,
+    r_ptr,
+    part_ptr,
+    M,
+    H,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    OFFSET: tl.constexpr,
 ):
     """One block of ROWS tokens, ascending, for BC columns."""
     block = tl.program_id(0)
@@ -131,5 +158,11 @@ def column_sum_kernel(part_ptr, out_ptr, num_blocks, H, FAN: tl.constexpr, BC: t
     acc = tl.zeros((BC,), tl.float32)
     for i in tl.static_range(FAN):
         block = (first + i).to(tl.int64)
-        acc += tl.load(part_ptr + block * H + cols, mask=(cols < H) & (first + i < num_blocks), other=0.0)
-    tl.store(out_ptr + tl.program_id(1).to(tl.int64) * H + cols, acc.to(out_ptr.dtype.element_ty), mask=cols < H)
+        acc += tl.load(
+            part_ptr + block * H + cols, mask=(cols < H) & (first + i < num_blocks), other=0.0
+        )
+    tl.store(
+        out_ptr + tl.program_id(1).to(tl.int64) * H + cols,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=cols < H,
+    )

@@ -1,9 +1,10 @@
 """Rotary embedding on the GPU, forward and backward: ``rotary.halves.<dtype>.sm90.v1``.
 
-    y = round(x * cos + rotate_half(x) * sin)      fp32, no FMA; in fp32 the bits of torch's own chain
+    y = round(x * cos + rotate_half(x) * sin)      fp32, no FMA; in fp32 the bits of torch's own
+        chain
 
-cos and sin are the shared fp32 table of :mod:`.` (made from fp64 once). Elementwise, so every schedule
-has the same bits. Legend: T tokens, N heads, D head size.
+cos and sin are the shared fp32 table of :mod:`.` (made from fp64 once). Elementwise, so every
+schedule has the same bits. Legend: T tokens, N heads, D head size.
 """
 
 from typing import Any
@@ -31,10 +32,22 @@ def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
     if y.numel():
         half = size // 2
         gpu_kernels.rotary_kernel[(-(-tokens * heads // _ITEMS),)](
-            x, cos, sin, y, tokens, heads, x.stride(0), x.stride(1),
-            D=size, HALF=half, BD=max(2, 1 << (half - 1).bit_length()), BT=_ITEMS, BACKWARD=transposed,
-            num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
+            x,
+            cos,
+            sin,
+            y,
+            tokens,
+            heads,
+            x.stride(0),
+            x.stride(1),
+            D=size,
+            HALF=half,
+            BD=max(2, 1 << (half - 1).bit_length()),
+            BT=_ITEMS,
+            BACKWARD=transposed,
+            num_warps=4,
+            enable_fp_fusion=False,
+        )
     return y
 
 
@@ -59,10 +72,13 @@ class _Rotary(torch.autograd.Function):
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotated ``x[T, N, D]`` by fp32 ``cos[T, D]`` and ``sin[T, D]``; differentiable in x."""
     require("rotary", x, dtypes=tuple(NAMES))
-    fits = x.dim() == 3 and cos.shape == sin.shape == (x.shape[0], x.shape[2]) and x.shape[2] % 2 == 0
+    fits = (
+        x.dim() == 3 and cos.shape == sin.shape == (x.shape[0], x.shape[2]) and x.shape[2] % 2 == 0
+    )
     if not fits or cos.dtype != torch.float32 or sin.dtype != torch.float32:
         raise ContractError(
-            f"rotary needs x [T, heads, D] with even D and fp32 cos, sin [T, D], not {tuple(x.shape)}, "
+            f"rotary needs x [T, heads, D] with even D and fp32 cos, sin [T, D], not "
+            f"{tuple(x.shape)}, "
             f"{tuple(cos.shape)} {cos.dtype}; build the table with rotary_table"
         )
     return _Rotary.apply(x, cos, sin)
@@ -80,17 +96,22 @@ def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 for _name in NAMES.values():
-    register_contract(Contract(
-        id=f"rotary.halves.{_name}.sm90.v1",
-        op="rotary",
-        dtype=_name,
-        device="sm90",
-        formula="y = round(x cos + rotate_half(x) sin)",
-        order="elementwise",
-        rounding="products and sum in fp32 without FMA, one rounding",
-        functions="none",
-        reference="zeromismatch.kernels.rotary.gpu:reference",
-        gradient_rtol=1e-5 if _name == "float32" else 2e-2,
-    ))  # fmt: skip
-    register_implementation(Implementation(
-        contract=f"rotary.halves.{_name}.sm90.v1", name="triton", run=_run, missing=missing))
+    register_contract(
+        Contract(
+            id=f"rotary.halves.{_name}.sm90.v1",
+            op="rotary",
+            dtype=_name,
+            device="sm90",
+            formula="y = round(x cos + rotate_half(x) sin)",
+            order="elementwise",
+            rounding="products and sum in fp32 without FMA, one rounding",
+            functions="none",
+            reference="zeromismatch.kernels.rotary.gpu:reference",
+            gradient_rtol=1e-5 if _name == "float32" else 2e-2,
+        )
+    )
+    register_implementation(
+        Implementation(
+            contract=f"rotary.halves.{_name}.sm90.v1", name="triton", run=_run, missing=missing
+        )
+    )

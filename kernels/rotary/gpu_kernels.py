@@ -12,8 +12,19 @@ import triton.language as tl
 
 @triton.jit
 def rotary_kernel(
-    x_ptr, cos_ptr, sin_ptr, y_ptr, T, N, stride_t, stride_n,
-    D: tl.constexpr, HALF: tl.constexpr, BD: tl.constexpr, BT: tl.constexpr, BACKWARD: tl.constexpr,
+    x_ptr,
+    cos_ptr,
+    sin_ptr,
+    y_ptr,
+    T,
+    N,
+    stride_t,
+    stride_n,
+    D: tl.constexpr,
+    HALF: tl.constexpr,
+    BD: tl.constexpr,
+    BT: tl.constexpr,
+    BACKWARD: tl.constexpr,
 ):
     item = tl.program_id(0) * BT + tl.arange(0, BT)
     token = (item // N).to(tl.int64)

@@ -1,4 +1,4 @@
-"""Attention on a GPU: prefill, chunks, decode, prefix hits and packed training are one set of bits."""
+"""Attention on a GPU: prefill, chunks, decode, prefix hits, packed training: one set of bits."""
 
 import pytest
 import torch
@@ -43,7 +43,11 @@ class Scene:
         for length in lengths:
             self.start.append(self.start[-1] + length)
         most = max(-(-n // PAGE) for n in lengths)
-        pages = torch.randperm(most * len(lengths), device="cuda").to(torch.int32).view(len(lengths), most)
+        pages = (
+            torch.randperm(most * len(lengths), device="cuda")
+            .to(torch.int32)
+            .view(len(lengths), most)
+        )
         self.table = pages
         self.cache = gpu.new_cache(pages.numel(), kv_heads, size, dtype=dtype)
         self.cache.k.fill_(float("nan"))
@@ -62,8 +66,12 @@ class Scene:
             slots.append(self.slots(request, first, stop))
             starts.append(starts[-1] + stop - first)
             lens.append(stop)
-            gpu.write_kv(self.cache, self.k[base : base + stop], self.v[base : base + stop],
-                         self.slots(request, 0, stop))  # fmt: skip
+            gpu.write_kv(
+                self.cache,
+                self.k[base : base + stop],
+                self.v[base : base + stop],
+                self.slots(request, 0, stop),
+            )
         index = torch.cat(rows)
         table = self.table[[request for request, _, _ in slices]].contiguous()
         batch = AttentionBatch(ints(starts), ints(lens), table, torch.cat(slots))
@@ -71,12 +79,14 @@ class Scene:
         return index, out
 
 
-@pytest.mark.parametrize("size, heads, kv_heads, window, softcap, with_sinks", KINDS)
+@pytest.mark.parametrize(("size", "heads", "kv_heads", "window", "softcap", "with_sinks"), KINDS)
 def test_every_phase_has_the_same_bits(size, heads, kv_heads, window, softcap, with_sinks):
     scene = Scene(size, heads, kv_heads, LENGTHS)
     sinks = torch.randn(heads, device="cuda") if with_sinks else None
     options = {"window": window, "softcap": softcap, "sinks": sinks}
-    whole = gpu.packed_attention(scene.q, scene.k, scene.v, ints(scene.start), scale=scene.scale, **options)
+    whole = gpu.packed_attention(
+        scene.q, scene.k, scene.v, ints(scene.start), scale=scene.scale, **options
+    )
     assert bool(torch.isfinite(whole).all())
     calls = {
         "prefill": [(r, 0, n) for r, n in enumerate(LENGTHS)],
@@ -99,7 +109,9 @@ def test_accuracy_is_that_of_the_stock_operator(dtype):
     out = gpu.packed_attention(scene.q, scene.k, scene.v, ints(scene.start), scale=scene.scale)
     q, k, v = (t.transpose(0, 1)[None] for t in (scene.q, scene.k, scene.v))
     k, v = (t.repeat_interleave(4, 1) for t in (k, v))
-    true = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), is_causal=True)
+    true = torch.nn.functional.scaled_dot_product_attention(
+        q.double(), k.double(), v.double(), is_causal=True
+    )
     stock = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
     error = (out.double() - true[0].transpose(0, 1)).norm()
     assert error <= 2 * (stock.double() - true).norm()
@@ -138,7 +150,7 @@ def true_gradients(scene, do, window, softcap, sinks):
     return torch.cat(outs), [t.grad for t in wide]
 
 
-@pytest.mark.parametrize("size, heads, kv_heads, window, softcap, with_sinks", KINDS)
+@pytest.mark.parametrize(("size", "heads", "kv_heads", "window", "softcap", "with_sinks"), KINDS)
 def test_gradients_agree_with_fp64_and_repeat(size, heads, kv_heads, window, softcap, with_sinks):
     scene = Scene(size, heads, kv_heads, (700, 1, 130, 65))
     sinks = torch.randn(heads, device="cuda") if with_sinks else None
@@ -147,8 +159,14 @@ def test_gradients_agree_with_fp64_and_repeat(size, heads, kv_heads, window, sof
     first = None
     for _ in range(3):
         leaves = [t.clone().requires_grad_() for t in (scene.q, scene.k, scene.v)]
-        o = gpu.packed_attention(*leaves, ints(scene.start), scale=scene.scale, window=window, softcap=softcap,
-                                 sinks=sinks)  # fmt: skip
+        o = gpu.packed_attention(
+            *leaves,
+            ints(scene.start),
+            scale=scene.scale,
+            window=window,
+            softcap=softcap,
+            sinks=sinks,
+        )
         o.backward(do)
         grads = [t.grad for t in leaves]
         if first is None:
@@ -177,13 +195,21 @@ def test_captured_decode_follows_lengths_on_the_device():
     whole = gpu.packed_attention(scene.q, scene.k, scene.v, ints(scene.start), scale=scene.scale)
     for request in range(3):
         base = scene.start[request]
-        gpu.write_kv(scene.cache, scene.k[base : base + 2000], scene.v[base : base + 2000],
-                     scene.slots(request, 0, 2000))  # fmt: skip
+        gpu.write_kv(
+            scene.cache,
+            scene.k[base : base + 2000],
+            scene.v[base : base + 2000],
+            scene.slots(request, 0, 2000),
+        )
     q, lens = scene.q[[0, 1, 2]].clone(), ints([1, 1, 1])
-    batch = AttentionBatch(ints([0, 1, 2, 3]), lens, scene.table, torch.zeros(3, dtype=torch.int64, device="cuda"))
+    batch = AttentionBatch(
+        ints([0, 1, 2, 3]), lens, scene.table, torch.zeros(3, dtype=torch.int64, device="cuda")
+    )
 
     def run():
-        work = gpu.schedule(batch.query_start, lens, tokens=3, group=4, head_dim=128, max_kv=2048, max_query=1)
+        work = gpu.schedule(
+            batch.query_start, lens, tokens=3, group=4, head_dim=128, max_kv=2048, max_query=1
+        )
         return gpu.paged_attention(q, scene.cache, batch, scale=scene.scale, work=work)
 
     run()

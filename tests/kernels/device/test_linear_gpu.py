@@ -30,7 +30,9 @@ def poison():
 
 @pytest.mark.parametrize("form", ["nt", "nn", "tn"])
 @pytest.mark.parametrize("dtype", HALVES)
-@pytest.mark.parametrize("m, n, k", [(1, 64, 32), (7, 200, 200), (130, 1000, 4096), (257, 512, 6144), (64, 96, 13)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"), [(1, 64, 32), (7, 200, 200), (130, 1000, 4096), (257, 512, 6144), (64, 96, 13)]
+)
 def test_every_tile_has_the_reference_bits(form, dtype, m, n, k):
     a, b = operands(form, m, n, k, dtype)
     bias = torch.randn(n, device="cuda").to(dtype)
@@ -42,16 +44,20 @@ def test_every_tile_has_the_reference_bits(form, dtype, m, n, k):
             assert bits.equal(out, expected), (tile.name, bits.first_difference(out, expected))
 
 
-@pytest.mark.parametrize("m, n, k", [(3, 65, 77), (70, 256, 2048)])
+@pytest.mark.parametrize(("m", "n", "k"), [(3, 65, 77), (70, 256, 2048)])
 def test_float32_is_an_ieee_chain_without_tf32(m, n, k):
     a, b = operands("nt", m, n, k, torch.float32)
     chain = torch.zeros(m, n, device="cuda", dtype=torch.float64)
     for i in range(k):
         chain = (chain + a[:, i : i + 1].double() * b[:, i].double()).float().double()
     expected = gpu.reference("nt", a, b)
-    assert int((expected != chain.float()).sum()) <= 1 + m * n // 10**6  # fp64 rounds twice, very rarely
+    assert (
+        int((expected != chain.float()).sum()) <= 1 + m * n // 10**6
+    )  # fp64 rounds twice, very rarely
     for tile in (FP32, FP32_SMALL):
-        assert bits.equal(gpu.run_tile(tile, "nt", a, b, None, torch.empty_like(expected)), expected)
+        assert bits.equal(
+            gpu.run_tile(tile, "nt", a, b, None, torch.empty_like(expected)), expected
+        )
     assert bits.equal(gpu.gemm("nt", a, b), expected)
 
 
@@ -60,7 +66,7 @@ def edges():
     return [*range(1, 261), *tiles]
 
 
-@pytest.mark.parametrize("n, k", [(1024, 6144), (768, 4096)])
+@pytest.mark.parametrize(("n", "k"), [(1024, 6144), (768, 4096)])
 def test_a_row_has_the_same_bits_in_every_batch(n, k):
     x, w = operands("nt", 8193, n, k, torch.bfloat16)
     whole = gpu.reference("nt", x, w)
@@ -103,7 +109,8 @@ def test_cublaslt_without_a_pinned_proof_is_refused_when_wrong(monkeypatch):
     x, w = operands("nt", 96, 320, 1280, torch.bfloat16)
     out = gpu.gemm("nt", x, w)
     decision = next(d for d in gpu.decisions() if d.shape[:4] == ("nt", 96, 320, 1280))
-    assert decision.serves.startswith("triton") and decision.refused
+    assert decision.serves.startswith("triton")
+    assert decision.refused
     assert bits.equal(out, gpu.reference("nt", x, w))
 
 
@@ -116,7 +123,9 @@ def test_eager_graph_and_compiled_agree():
         if warm:
             gpu.linear(rows, w)
         else:
-            gpu.run_tile(gpu._own(47, 1024, x.dtype), "nt", rows, w, None, torch.empty_like(expected[:47]))
+            gpu.run_tile(
+                gpu._own(47, 1024, x.dtype), "nt", rows, w, None, torch.empty_like(expected[:47])
+            )
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             out = gpu.linear(rows, w)
@@ -124,9 +133,12 @@ def test_eager_graph_and_compiled_agree():
         assert bits.equal(out, expected[: 47 - warm])
 
 
-@pytest.mark.parametrize("dtype, rtol", [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 def test_gradients_agree_with_fp64(dtype, rtol):
-    x, w, b = (torch.randn(s, device="cuda").to(dtype).requires_grad_() for s in ((300, 256), (512, 256), (512,)))
+    x, w, b = (
+        torch.randn(s, device="cuda").to(dtype).requires_grad_()
+        for s in ((300, 256), (512, 256), (512,))
+    )
     g = torch.randn(300, 512, device="cuda").to(dtype)
     gpu.linear(x, w, b).backward(g)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]

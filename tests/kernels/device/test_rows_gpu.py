@@ -1,4 +1,6 @@
-"""Row operators on a GPU: bits of the definition, gradients near fp64, nothing depends on the batch."""
+"""Row operators on a GPU: bits of the definition, gradients near fp64, nothing depends on the
+batch.
+"""
 
 import pytest
 import torch
@@ -51,16 +53,21 @@ def test_rmsnorm_equals_its_definition(dtype, width, offset):
     assert bits.equal(y, rmsnorm.reference(s, w, 1e-6, offset))
 
 
-@pytest.mark.parametrize("dtype, rtol", [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 def test_rmsnorm_gradients(dtype, rtol):
-    x, r, w = (t.requires_grad_() for t in (rows(300, 576, dtype), rows(300, 576, dtype, 1), rows(1, 576, dtype, 2)[0]))
+    x, r, w = (
+        t.requires_grad_()
+        for t in (rows(300, 576, dtype), rows(300, 576, dtype, 1), rows(1, 576, dtype, 2)[0])
+    )
     y, s = rmsnorm.rmsnorm_residual(x, r, w, 1e-6)
     (y.float().sum() + (s.float() * 0.5).sum()).backward()
     xd, rd, wd = (t.detach().double().requires_grad_() for t in (x, r, w))
     sd = xd + rd
     yd = sd * torch.rsqrt(sd.pow(2).mean(-1, keepdim=True) + 1e-6) * wd
     (yd.sum() + 0.5 * sd.sum()).backward()
-    assert near(x.grad, xd.grad, rtol) and near(w.grad, wd.grad, rtol) and bits.equal(x.grad, r.grad)
+    assert near(x.grad, xd.grad, rtol)
+    assert near(w.grad, wd.grad, rtol)
+    assert bits.equal(x.grad, r.grad)
     first = w.grad.clone()
     for _ in range(3):
         w.grad = x.grad = r.grad = None
@@ -88,7 +95,7 @@ def test_rotary_equals_torch_and_its_gradient_is_the_transpose(dtype, size):
     assert near(x.grad, xd.grad, 1e-2 if dtype != torch.float32 else 1e-6)
 
 
-@pytest.mark.parametrize("dtype, rtol", [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
+@pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-5)])
 @pytest.mark.parametrize("name", ["silu", "gelu"])
 def test_gated_activations(dtype, rtol, name):
     both = rows(50, 2 * 1100, dtype)
@@ -98,7 +105,10 @@ def test_gated_activations(dtype, rtol, name):
     y = fused(gate, up)
     assert bits.equal(y, (alone(gate).float() * up.float()).to(dtype))
     assert bits.equal(fused(gate[7:8], up[7:8]), y[7:8])
-    act = {"silu": torch.nn.functional.silu, "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh")}[name]
+    act = {
+        "silu": torch.nn.functional.silu,
+        "gelu": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+    }[name]
     gate, up = (t.clamp(-8, 8).contiguous().requires_grad_() for t in (gate, up))
     out = fused(gate, up)
     g = torch.randn_like(out)
@@ -106,7 +116,9 @@ def test_gated_activations(dtype, rtol, name):
     wide = [t.detach().double().requires_grad_() for t in (gate, up)]
     true = act(wide[0]) * wide[1]
     true.backward(g.double())
-    assert near(out, true, rtol) and near(gate.grad, wide[0].grad, rtol) and near(up.grad, wide[1].grad, rtol)
+    assert near(out, true, rtol)
+    assert near(gate.grad, wide[0].grad, rtol)
+    assert near(up.grad, wide[1].grad, rtol)
 
 
 def test_embedding_gradient_has_one_order():
@@ -149,9 +161,12 @@ def test_fused_head_has_the_unfused_bits_and_gradients_near_fp64(dtype, monkeypa
     g = torch.randn(250, device="cuda")
     lp.backward(g)
     hd, wd = (t.detach().double().requires_grad_() for t in (h, w))
-    (torch.log_softmax(hd @ wd.t() / 0.7, -1).gather(1, targets[:, None])[:, 0] * g.double()).sum().backward()
+    (
+        torch.log_softmax(hd @ wd.t() / 0.7, -1).gather(1, targets[:, None])[:, 0] * g.double()
+    ).sum().backward()
     rtol = 2e-2 if dtype == torch.bfloat16 else 1e-3
-    assert near(h.grad, hd.grad, rtol) and near(w.grad, wd.grad, rtol)
+    assert near(h.grad, hd.grad, rtol)
+    assert near(w.grad, wd.grad, rtol)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.uint8])
@@ -185,13 +200,15 @@ def test_compiled_and_captured_rows_equal_eager():
         captured = block(x)
     graph.replay()
     for each in (compiled, captured):
-        assert bits.equal(each[0], eager[0]) and bits.equal(each[1], eager[1])
+        assert bits.equal(each[0], eager[0])
+        assert bits.equal(each[1], eager[1])
 
 
 def test_more_than_two_to_the_31_elements():
     x = rows(1, 32768, torch.bfloat16).expand(66000, -1).contiguous()
     y = gated.silu(x)
-    assert bits.equal(y[-1:], gated.silu(x[:1])) and bits.equal(y[65534:65536], y[:2])
+    assert bits.equal(y[-1:], gated.silu(x[:1]))
+    assert bits.equal(y[65534:65536], y[:2])
     del y
     w = rows(1, 4096, torch.bfloat16, 1)[0]
     y = rmsnorm.rmsnorm(x.view(-1, 4096), w, 1e-6)
