@@ -117,7 +117,11 @@ def install_embedding(installer: Installer, operator: Operator) -> None:
         return nn.Embedding.forward(module, ids)
 
     def aligned(ids: Tensor) -> Tensor:
-        return embedding(ids, module.weight)
+        rows = embedding(ids, module.weight)
+        if module.padding_idx is None or not rows.requires_grad:
+            return rows
+        # As nn.Embedding: the padding token's row gets no gradient from being looked up.
+        return torch.where((ids == module.padding_idx)[..., None], rows.detach(), rows)
 
     run = stock
     if choice != STOCK:
