@@ -102,6 +102,12 @@ class GateResult(Record):
     seconds: float
 
     @property
+    def tokens(self) -> tuple[int, int]:
+        """(compared, differing) over the parts that count scored tokens."""
+        parts = [part for part in self.parts if part.unit == "tokens"]
+        return sum(part.compared for part in parts), sum(part.differing for part in parts)
+
+    @property
     def control_text(self) -> str:
         """The red controls in one line."""
         return "; ".join(
@@ -121,6 +127,8 @@ class Request(Record):
     rollout: str
     gates: tuple[str, ...]
     quick: bool
+    prompts: str | None = None
+    """A file of the user's; None for ours."""
 
 
 class GateReport(Record):
@@ -271,8 +279,8 @@ def seal(report: GateReport) -> GateReport:
 
 def digest_of(report: GateReport) -> str:
     """Digest over everything but the digest itself."""
-    plain = report.model_dump(mode="json", exclude={"digest"})
-    text = json.dumps(plain, sort_keys=True, allow_nan=True, separators=(",", ":"))
+    plain = json.loads(report.model_dump_json(exclude={"digest"}))
+    text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 

@@ -95,12 +95,12 @@ def run_gates(
     only: Sequence[str] | None = None,
     quick: bool = False,
     seed: int = 0,
-    prompts: Sequence[Prompt] | None = None,
+    prompts: Path | None = None,
     size: Size | None = None,
     gates: Sequence[Gate] = GATES,
     progress: Progress = lambda stage: None,
 ) -> GateReport:
-    """Run the gates of ``plan`` on ``model``; ``only``: their ids. prompts: default ours."""
+    """Run the gates of ``plan`` on ``model``; ``only``: their ids. prompts: a file, else ours."""
     if rollout not in ROLLOUTS:
         raise CapabilityError(f"rollout engine {rollout!r} is not there yet; use --rollout paged")
     chosen = _choose(gates, only)
@@ -111,7 +111,7 @@ def run_gates(
     bench = Bench(
         model=model,
         plan=resolved,
-        prompts=tuple(prompts or default_prompts(model, size, seed)),
+        prompts=tuple(prompts_for(model, size, seed, prompts)),
         size=size,
         quick=quick,
         seed=seed,
@@ -125,6 +125,7 @@ def run_gates(
         rollout=rollout,
         gates=tuple(gate.id for gate in chosen),
         quick=quick,
+        prompts=None if prompts is None else str(prompts),
     )
     began = time.perf_counter()
     try:
@@ -134,9 +135,11 @@ def run_gates(
     return _report(bench, asked, results, time.perf_counter() - began)
 
 
-def default_prompts(model: LoadedModel, size: Size, seed: int) -> list[Prompt]:
-    """Our prompts, each to be sampled for ``size.reply`` tokens; they cross three KV pages."""
-    found = default_requests(model, count=size.requests, max_reply=size.reply, seed=seed)
+def prompts_for(model: LoadedModel, size: Size, seed: int, file: Path | None) -> list[Prompt]:
+    """A file's prompts or ours, each to be sampled for ``size.reply`` tokens."""
+    found = default_requests(
+        model, count=size.requests, max_reply=size.reply, seed=seed, prompts=file
+    )
     return [only_prompt(request) for request in found]
 
 
@@ -250,8 +253,13 @@ def rerun(report: GateReport, *, progress: Progress = lambda stage: None) -> Reg
         )
     again = run_gates(
         model, report.plan, rollout=asked.rollout, only=asked.gates, quick=asked.quick,
-        seed=asked.seed, progress=progress,
+        seed=asked.seed, prompts=Path(asked.prompts) if asked.prompts else None,
+        progress=progress,
     )  # fmt: skip
+    if again.requests_digest != report.requests_digest:
+        raise MisalignedError(
+            "the prompts are not the ones of the report; restore the file, or run `zm gate` again"
+        )
     return compare(report, again, moved)
 
 
