@@ -122,4 +122,3 @@ GATE = Gate(
     "placed by digest, one flipped activation bit at its site.",
     check=check,
 )
-

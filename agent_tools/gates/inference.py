@@ -92,9 +92,7 @@ def check_batch(bench: Bench, found: Findings) -> None:
     bench.progress("C3: red control, stock linear layers")
     red = bench.on(with_stock(bench.plan, "linear"))
     few = requests[:3]
-    control = compare_scored(
-        red.run(_lockstep(few, 3), few), red.run(_lockstep(few, 1), few)
-    )
+    control = compare_scored(red.run(_lockstep(few, 3), few), red.run(_lockstep(few, 1), few))
     found.control("stock linear", "one stock operator class", control.compared, control.differing)
 
 

@@ -31,6 +31,8 @@ from .bench import Bench, Engines, compare_scored, engines_on
 from .gradient import loss_weights
 from .learner import Learner
 
+Publisher = Callable[[Mapping[str, Tensor], int], None]
+
 RATE = 1e-3
 GROWTH = 1.0 + 2.0**-6
 STEPS = 4
@@ -78,7 +80,7 @@ def _addresses(model: LoadedModel) -> dict[str, int]:
 
 def _refusals(
     found: Findings,
-    publish: Callable[[Mapping[str, Tensor], int], None],
+    publish: Publisher,
     model: LoadedModel,
     weights: Mapping[str, Tensor],
     *,
@@ -108,7 +110,9 @@ def _refusals(
 
 
 def _refused(
-    publish: Callable[[Mapping[str, Tensor], int], None], weights: Mapping[str, Tensor], version: int
+    publish: Publisher,
+    weights: Mapping[str, Tensor],
+    version: int,
 ) -> bool:
     try:
         publish(weights, version)
@@ -175,7 +179,9 @@ def _export(bench: Bench, found: Findings, folder: Path) -> None:
     engines = engines_on(loaded, bench.plan)
     found.tokens("exported and loaded, by logprob",
                  compare_scored(engines.pack(requests), bench.on().pack(requests)))  # fmt: skip
-    places = {tensor.data_ptr() for m in (model.module, again) for tensor in named_state(m).values()}
+    places = {
+        tensor.data_ptr() for m in (model.module, again) for tensor in named_state(m).values()
+    }
     found.require("two copies in memory", f"{len(places)} tensors", len(places) == 2 * len(wanted))
     engines.paged.close()
 
@@ -208,7 +214,9 @@ def _resume(bench: Bench, found: Findings, file: Path) -> None:
                len(odd), "tensors of model and optimiser", ", ".join(odd[:3]))  # fmt: skip
     lost = resumed(forget=True)
     red = sum(lost.get(name) != digest for name, digest in wanted.items())
-    found.control("the optimiser's memory of the smallest tensor lost", "1 tensor", len(wanted), red)
+    found.control(
+        "the optimiser's memory of the smallest tensor lost", "1 tensor", len(wanted), red
+    )
     found.require("updates after the checkpoint", STEPS - STEPS // 2)
 
 

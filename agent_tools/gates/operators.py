@@ -301,7 +301,8 @@ def _controls(
 
     with torch.no_grad():
         sweep(one_bit, case, flipped, "flipped", quick=quick, threads=False)
-    found.control("one bit of one row, above 100 rows", f"1 of {operator.call.output.shape[0]} rows",
+    touches = f"1 of {operator.call.output.shape[0]} rows"
+    found.control("one bit of one row, above 100 rows", touches,
                   flipped.compared["flipped"], flipped.differing["flipped"])  # fmt: skip
 
 

@@ -49,7 +49,9 @@ def page_of(report: GateReport, command: str) -> ReportData:
             Command(label="Again, against this report", command="zm regress gates.json"),
         ),
         notes=tuple(
-            f"{gate.id}: {note}" for gate in report.gates for note in gate.not_applicable + gate.notes
+            f"{gate.id}: {note}"
+            for gate in report.gates
+            for note in gate.not_applicable + gate.notes
         ),
     )
 

@@ -265,8 +265,8 @@ def rerun(report: GateReport, *, progress: Progress = lambda stage: None) -> Reg
 
 def compare(report: GateReport, again: GateReport, moved: Sequence[str]) -> Regression:
     """Two reports about the same thing, gate by gate, by their own results."""
-    before = {gate.id: gate.result for gate in report.gates}
-    after = {gate.id: gate.result for gate in again.gates}
+    before: dict[str, Verdict] = {gate.id: gate.result for gate in report.gates}
+    after: dict[str, Verdict] = {gate.id: gate.result for gate in again.gates}
     lost = tuple(name for name, verdict in before.items() if verdict == "pass" != after[name])
     won = tuple(name for name, verdict in after.items() if verdict == "pass" != before[name])
     red = [name for name in lost if after[name] == "fail"]
@@ -283,5 +283,3 @@ def compare(report: GateReport, again: GateReport, moved: Sequence[str]) -> Regr
         status=status, reason=reason, lost=lost, won=won, changes=tuple(moved),
         before=before, after=after, report=again,
     )  # fmt: skip
-
-

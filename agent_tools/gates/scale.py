@@ -87,10 +87,10 @@ def _refusals(bench: Bench, found: Findings, long: Request) -> None:
         requests=(long,),
         schedule=Schedule(events=(Step(slices=(whole,)),)),
     )
-    wrong = {
-        f"layout {axis}=2": replace(plain, layout=Layout(**{axis: 2}))
-        for axis in ("tp", "ep", "dp", "cp", "pp", "fsdp")
-    }
+    layouts = (
+        Layout(tp=2), Layout(ep=2), Layout(dp=2), Layout(cp=2), Layout(pp=2), Layout(fsdp=2),
+    )  # fmt: skip
+    wrong = {str(layout): replace(plain, layout=layout) for layout in layouts}
     for mode in ("graph", "compiled"):
         events = (Step(slices=(whole,), mode=mode),)
         wrong[f"mode {mode}"] = replace(plain, schedule=Schedule(events=events))

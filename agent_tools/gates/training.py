@@ -3,19 +3,19 @@
 First site by site (``localize``, self-test included), then every sampled token; padded = packed =
 whole requests one by one; with gradient checkpointing, logprobs and gradients. Equal bits prove
 nothing if both compute another model, so the logprobs' error against transformers' own module,
-untouched, in fp64, may be at most twice that of the stock model at the same dtype; and a model whose
-next token is nearly random proves nothing either: its mean entropy may be at most 70 % of a uniform
-one's. Red controls: stock attention, and a rotary table that is wrong in one row of a hundred.
+untouched, in fp64, may be at most twice that of the stock model at the same dtype; and a model
+whose next token is nearly random proves nothing either: its mean entropy may be at most 70 % of a
+uniform one's. Red controls: stock attention, and a rotary table that is wrong in one row of a
+hundred.
 
 C6 is in ``gradient.py``.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 
 from ...kernels import bits
@@ -92,7 +92,7 @@ def _paddings(requests: Sequence[Request]) -> dict[str, Schedule]:
 
 
 @contextmanager
-def checkpointed(module: nn.Module) -> Iterator[None]:
+def checkpointed(module: nn.Module) -> Generator[None]:
     """Gradient checkpointing, which transformers does in training mode only."""
     model = cast(Any, module)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
