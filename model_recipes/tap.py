@@ -121,7 +121,8 @@ class Tap:
         """
         with self.site_code():
             output = run(inputs)
-        by_head = not flat and self._heads_first(output)
+        # The input tells: a kernel's output is contiguous whatever its input was.
+        by_head = not flat and self._heads_first(next(iter(inputs.values())))
         rows = _as_is if flat else head_rows if by_head else flatten_tokens
         graft = self.observe(
             site,
