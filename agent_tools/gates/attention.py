@@ -7,7 +7,7 @@ and over a paged cache filled with NaN whose pages are scattered, in chunks down
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...kernels.attention import PAGE, AttentionBatch, KVCache, new_cache
 from ...kernels.trial import THREADS
+from ...model_recipes.plan import STOCK
 from ...trainer.engines.base import Request
 from ...trainer.engines.packed import PackedBatch
 from ...trainer.engines.paged_batch import PagedBatch
@@ -67,10 +68,14 @@ def sweep_attention(
     requests: Sequence[Request],
     tally: "Tally",
     backward: "Tally",
+    stock: "Tally",
     *,
     quick: bool,
 ) -> int:
-    """All attention calls of one forward; returns how many there were."""
+    """All attention calls of one forward; returns how many there were.
+
+    stock: gets stock attention on the same inputs, against itself: the red control.
+    """
     lengths = [len(request.tokens) for request in requests]
     start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     spy = Spy(PackedBatch(start))
@@ -88,10 +93,18 @@ def sweep_attention(
             kinds.remove(call.kind)
             _packed(call, start, tally, site)
             _gradients(call, start, backward, site)
+            _paged(as_stock(call, start), start, CHUNKS[1], stock, site)
             for size in CHUNKS[1:] if quick else CHUNKS:
                 _paged(call, start, size, tally, site)
         _decode_last(call, start, tally, site)
     return len(spy.calls)
+
+
+def as_stock(call: Attended, start: Tensor) -> Attended:
+    """The call as stock attention answers it."""
+    stock = replace(call, options=call.options | {"attention": STOCK})
+    with torch.no_grad():
+        return replace(stock, output=_attend(stock, start, call.q, call.k, call.v))
 
 
 def _attend(call: Attended, start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -41,22 +41,11 @@ def check_repeat(bench: Bench, found: Findings) -> None:
     for name, run in (("sampled again", idle), ("sampled again, under load", busy)):
         found.tokens(name, _same_rollout(run, bench.sampled))
     request = requests[0]
-    flip = FlipBit(
-        Quiet(),
-        site=_last_norm(engines),
-        request=request.id,
-        position=len(request.tokens) // 2,
-        bit=3 if bench.model.dtype.itemsize == 2 else 16,
-    )
+    flip = planted_bit(engines, request)
     moved = compare_scored(engines.run("mixed", requests, flip), first)
     rows = sum(len(r.tokens) for r in requests)
     found.require("the control's bit was flipped", flip.flips)
     found.control("one bit of one row", f"1 of {rows} rows", moved.compared, moved.differing)
-
-
-def _last_norm(engines: Engines) -> str:
-    norms = [site for site in engines.paged.instrument.sites if site.op_class == "rmsnorm"]
-    return norms[-1].name
 
 
 def _same_rollout(left: Run, right: Run) -> TokenCount:
@@ -89,11 +78,50 @@ def check_batch(bench: Bench, found: Findings) -> None:
     found.tokens("whole, shuffled, beside 7 padding rows", compare_scored(mixed, alone))
     found.tokens("mixed", compare_scored(engines.run("mixed", requests), alone))
     found.require("requests in all", len(requests), len(requests) > 2)
-    bench.progress("C3: red control, stock linear layers")
+    _company_leak(engines, requests, found)
+    bench.progress("C3: stock linear layers, for comparison")
     red = bench.on(with_stock(bench.plan, "linear"))
     few = requests[:3]
     control = compare_scored(red.run(_lockstep(few, 3), few), red.run(_lockstep(few, 1), few))
-    found.control("stock linear", "one stock operator class", control.compared, control.differing)
+    found.notes.append(
+        f"with stock linear layers, decode alone = decode together fails for {control.differing} "
+        f"of {control.compared} tokens"
+    )
+
+
+class LeakInCompany(FlipBit):
+    """One bit of one row, only in steps where that row is not alone."""
+
+    def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
+        """As in FlipBit; a row alone stays as it is."""
+        super().begin_rows(step, rows)
+        if len(rows) == 1:
+            self._row = None
+
+
+def _company_leak(engines: Engines, requests: Sequence[Request], found: Findings) -> None:
+    """Red control: a row that depends on having neighbours."""
+    few = requests[:3]
+    rows = sum(len(request.tokens) for request in few)
+    leak = planted_bit(engines, few[0], LeakInCompany)
+    together = engines.run(_lockstep(few, 3), few, leak)
+    control = compare_scored(together, engines.run(_lockstep(few, 1), few))
+    found.require("the control's row was disturbed", leak.flips)
+    found.control("one bit of one row where it has neighbours", f"1 of {rows} rows",
+                  control.compared, control.differing)  # fmt: skip
+
+
+def planted_bit(engines: Engines, request: Request, kind: type[FlipBit] = FlipBit) -> FlipBit:
+    """One mantissa bit of the last norm's output, in the row that predicts the last token."""
+    norms = [site for site in engines.paged.instrument.sites if site.op_class == "rmsnorm"]
+    small = engines.paged.loaded.dtype.itemsize == 2
+    return kind(
+        Quiet(),
+        site=norms[-1].name,
+        request=request.id,
+        position=len(request.tokens) - 2,
+        bit=3 if small else 16,
+    )
 
 
 def _steps_of(schedule: Schedule, size: int) -> int:

@@ -7,12 +7,13 @@ repeated. Operators of one class, contract and shape are swept once; all others 
 row alone and with their rows shuffled. The same for the gradient with respect to rows; gradients of
 weights add up over rows, so those are only repeated, misaligned and run under other threads.
 
-Attention is in ``attention.py``. Red controls: stock linear layers at the model's shapes, and one
-bit of one row in a hundred.
+Attention is in ``attention.py``. Red controls: stock linear layers and attention at the model's
+shapes, and one bit of one row in a hundred.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -118,7 +119,8 @@ def check(bench: Bench, found: Findings) -> None:
         sweep_rows(operator, tally, quick=bench.quick)
         sweep_gradients(operator, parameters, backward, quick=bench.quick)
     bench.progress("C1: attention")
-    attended = sweep_attention(engines, requests, tally, backward, quick=bench.quick)
+    stock = Tally()
+    attended = sweep_attention(engines, requests, tally, backward, stock, quick=bench.quick)
     _report(found, "", tally)
     _report(found, " backward", backward)
     classes = {site.op_class for site in engines.paged.instrument.sites}
@@ -131,7 +133,7 @@ def check(bench: Bench, found: Findings) -> None:
         f"{len(collector.kept)} kinds of operators swept, {sum(collector.seen.values())} sites and "
         f"{attended} attention sites checked"
     )
-    _controls(collector, parameters, found, quick=bench.quick)
+    _controls(collector, parameters, stock, found, quick=bench.quick)
 
 
 def enough(requests: Sequence[Request]) -> tuple[Request, ...]:
@@ -254,7 +256,10 @@ def gradient(
     wanted = [inputs[place] for place in places] + list(weights)
     with torch.enable_grad():
         out = operator.run(*inputs)
-    found = torch.autograd.grad(out, wanted, upstream, allow_unused=True)
+    found = cast(
+        "tuple[Tensor | None, ...]",
+        torch.autograd.grad(out, wanted, upstream, allow_unused=True),
+    )
     return tuple(
         torch.zeros_like(each) if grad is None else grad
         for each, grad in zip(wanted, found, strict=True)
@@ -272,11 +277,20 @@ def _report(found: Findings, suffix: str, tally: Tally) -> None:
 
 
 def _controls(
-    collector: Collector, parameters: Mapping[str, Tensor], found: Findings, *, quick: bool
+    collector: Collector,
+    parameters: Mapping[str, Tensor],
+    stock: Tally,
+    found: Findings,
+    *,
+    quick: bool,
 ) -> None:
-    """Stock linear layers, and one bit of one row, through the same sweep."""
+    """Stock linear layers and attention, and one bit of one row, through the same sweep.
+
+    stock: already holds stock attention. Either may be invariant on some processor at some dtype
+    (bf16 linear layers of oneDNN are); both never were.
+    """
     linears = [o for o in collector.kept.values() if o.call.site.op_class in ("linear", "lm_head")]
-    stock, flipped = Tally(), Tally()
+    flipped = Tally()
     for operator in linears:
         tensors = [parameters[name] for name in operator.call.weights]
         weight = next(each for each in tensors if each.dim() == 2)
@@ -287,9 +301,11 @@ def _controls(
             return functional.linear(x, weight, bias)
 
         with torch.no_grad():
-            sweep(run, case, stock, "stock", quick=quick)
-    found.control("stock linear layers at the model's shapes", "one stock operator class",
-                  stock.compared.get("stock", 0), stock.differing.get("stock", 0))  # fmt: skip
+            sweep(run, case, stock, "linear", quick=quick)
+    by_class = ", ".join(f"{stock.differing[name]} {name} rows" for name in stock.compared)
+    found.control("stock linear layers and attention at the model's shapes",
+                  f"stock operators: {by_class}", sum(stock.compared.values()),
+                  sum(stock.differing.values()))  # fmt: skip
     operator = linears[0]
     case = Case(label="", arguments=tuple(operator.inputs.values()), rows=(0,))
 
