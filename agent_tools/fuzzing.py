@@ -260,7 +260,6 @@ def moves_strategy(num_requests: int) -> Any:
 def _hypothesis() -> Any:
     try:
         import hypothesis
-        import hypothesis.strategies
     except ImportError as error:
         raise CapabilityError(
             "schedule fuzzing needs hypothesis; install it with `pip install hypothesis`"

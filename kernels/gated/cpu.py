@@ -1,6 +1,7 @@
 """silu, gelu, their gated products and the softcap on the CPU core, forward and gradient."""
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ def _activation_grad(gelu: bool, variant: str, dy: Tensor, x: Tensor) -> Tensor:
     return dx
 
 
-_ELEMENTWISE = {"order": "none: elementwise", "gradient_rtol": 1e-5}
+_ELEMENTWISE: dict[str, Any] = {"order": "none: elementwise", "gradient_rtol": 1e-5}
 _FUNCTIONS = "exp.cpu.v1, correctly rounded division"
 _REFERENCE = "zeromismatch.kernels.reference.gated:"
 
