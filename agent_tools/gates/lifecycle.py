@@ -33,7 +33,8 @@ from .learner import Learner
 
 Publisher = Callable[[Mapping[str, Tensor], int], None]
 
-RATE = 1e-3
+RATES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
+"""Learning rates at which a step of AdamW changes every tensor, whatever its scale."""
 GROWTH = 1.0 + 2.0**-6
 STEPS = 4
 
@@ -42,7 +43,8 @@ def check_update(bench: Bench, found: Findings) -> None:
     """C7."""
     bench.progress("C7: one optimiser step")
     rollout, trainer = bench.fresh(), bench.fresh()
-    engines, learner = engines_on(rollout, bench.plan), Learner(trainer, bench.plan, RATE)
+    rate = RATES[bench.model.dtype]
+    engines, learner = engines_on(rollout, bench.plan), Learner(trainer, bench.plan, rate)
     paged = engines.paged
     requests = bench.requests[: bench.size.gradient_requests]
     before, places = state_digest(rollout.module), _addresses(rollout)
@@ -189,8 +191,9 @@ def _export(bench: Bench, found: Findings, folder: Path) -> None:
 def _resume(bench: Bench, found: Findings, file: Path) -> None:
     bench.progress("C8: resume from a checkpoint")
     requests = bench.requests[: bench.size.gradient_requests]
+    rate = RATES[bench.model.dtype]
     batches = [requests[turn % len(requests) :][:1] for turn in range(STEPS)]
-    whole = Learner(bench.fresh(), bench.plan, RATE)
+    whole = Learner(bench.fresh(), bench.plan, rate)
     for turn, batch in enumerate(batches):
         if turn == STEPS // 2:
             whole.save(file)
@@ -199,7 +202,7 @@ def _resume(bench: Bench, found: Findings, file: Path) -> None:
     whole.close()
 
     def resumed(forget: bool) -> dict[str, str]:
-        learner = Learner(bench.fresh(), bench.plan, RATE)
+        learner = Learner(bench.fresh(), bench.plan, rate)
         learner.load(file)
         if forget:
             learner.forget_smallest()
