@@ -3,7 +3,9 @@
 Without it a difference says nothing, so nothing is compared: the verdict is MISALIGNED, with the
 tensor and its first index, or the request and position. Proven in this order: the same requests,
 token for token; every weight and buffer by digest (which covers the rows of the embedding table
-that the tokens use); the ids and positions that really entered the model.
+that the tokens use); the ids and positions that really entered the model, and the targets and
+temperatures that entered its head; each reported logprob is what the logprob operator gave for
+that token (``reported.py``).
 
     anchor = prove_alignment(left_trace, right_trace)
     anchor.misalignment          # None when aligned
@@ -19,10 +21,15 @@ from torch import nn
 from ..kernels import bits
 from .compare import ABSENT, DIFFERENT, Comparison
 from .records import Anchor, Misalignment
+from .reported import foreign_logprob
 from .trace import Trace
 
-ENTRY_CLASSES = frozenset({"embedding", "rotary_table"})
-"""Operators whose inputs come from the engine, not from another operator."""
+ENTRY_SLOTS = {
+    "embedding": frozenset({"in:ids"}),
+    "rotary_table": frozenset({"in:positions"}),
+    "logprob": frozenset({"in:targets", "in:temperature"}),
+}
+"""Operators with inputs that come from the engine, not from another operator."""
 
 
 def prove_alignment(left: Trace, right: Trace) -> Anchor:
@@ -30,7 +37,9 @@ def prove_alignment(left: Trace, right: Trace) -> Anchor:
     misalignment = _requests(left, right) or _weights(left, right)
     rows = 0
     if misalignment is None:
-        misalignment, rows = _entries(Comparison(left, right, classes=ENTRY_CLASSES))
+        misalignment, rows = _entries(Comparison(left, right, classes=frozenset(ENTRY_SLOTS)))
+    if misalignment is None:
+        misalignment = foreign_logprob(left, "left") or foreign_logprob(right, "right")
     return Anchor(
         requests=len(left.requests),
         tokens=sum(len(request.tokens) for request in left.requests),
@@ -95,7 +104,8 @@ def _weights(left: Trace, right: Trace) -> Misalignment | None:
 def _entries(comparison: Comparison) -> tuple[Misalignment | None, int]:
     rows = 0
     for site in comparison.sites:
-        for slot, joined in site.inputs.items():
+        for slot in site.inputs.keys() & ENTRY_SLOTS[site.op_class]:
+            joined = site.inputs[slot]
             rows += int((joined.state != ABSENT).sum()) if site.op_class == "embedding" else 0
             differing = np.flatnonzero(joined.state == DIFFERENT)
             if len(differing):

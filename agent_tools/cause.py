@@ -11,6 +11,7 @@ cause is ``unclassified`` and the list says what was tried.
                   the reference's call had rows               where the operator sums nothing
     one term      inputs of which each sum has one non-zero   rounding point: with such inputs the
                   term; row count again                       order of a sum cannot matter
+                  ... the same with bf16 terms: equal again   intermediate dtype: terms are narrowed
     narrow        do all outputs of one side only fit a       intermediate dtype
                   narrower dtype?
 
@@ -30,9 +31,11 @@ from .records import Cause, CauseName, Probe
 LARGE = 1e4
 SUMMING_CLASSES = frozenset({"linear", "lm_head", "rmsnorm", "attention", "logprob"})
 COPY_CLASSES = frozenset({"kv_write"})
+PRODUCT_CLASSES = frozenset({"linear", "lm_head"})
 ONE_TERM_CLASSES = frozenset({"linear", "lm_head", "rmsnorm"})
 ONE_TERM_TRIALS = 8
 NARROWER = {torch.float32: (torch.bfloat16, torch.float16)}
+NARROW_COPIES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def probe_call(call: SiteCall, row: int, reference: Tensor, rows: int) -> tuple[Probe, ...]:
@@ -41,8 +44,10 @@ def probe_call(call: SiteCall, row: int, reference: Tensor, rows: int) -> tuple[
     reference: the other side's output row [1, ...]; rows: how many rows its call had.
     """
     if call.site.op_class in COPY_CLASSES:
+        narrow = _narrow_copy(call.output[row : row + 1], reference)
         result = "this operator only moves bits, and what it moved does not come back"
-        return (Probe(name="copy", result=result, decided="stale or wrong state"),)
+        moved = None if narrow.decided else "stale or wrong state"
+        return narrow, Probe(name="copy", result=result, decided=moved)
     probes = [_narrow(call.output[row : row + 1], reference)]
     if call.rerun is None:
         probes.append(Probe(name="again", result="this operator reads state: not run alone"))
@@ -122,31 +127,39 @@ def _copies(inputs: Mapping[str, Tensor], row: int, count: int) -> dict[str, Ten
 def _one_term(call: SiteCall, row: int, rows: int) -> Probe:
     """With one non-zero input per row every order of summation gives the same bits."""
     counts = sorted({1, rows, len(call.output)})
-    same = True
-    for trial in range(ONE_TERM_TRIALS):
-        single = _single_term(_copies(call.inputs, row, 1), trial)
-        outputs = [_run(call, _copies(single, 0, count))[:1] for count in counts]
-        same &= all(bits.equal(output, outputs[0]) for output in outputs[1:])
     where = ", ".join(map(str, counts))
-    if same:
+
+    def same(dtype: torch.dtype | None = None) -> bool:
+        for trial in range(ONE_TERM_TRIALS):
+            single = _single_term(_copies(call.inputs, row, 1), trial, dtype)
+            outputs = [_run(call, _copies(single, 0, count))[:1] for count in counts]
+            if not all(bits.equal(output, outputs[0]) for output in outputs[1:]):
+                return False
+        return True
+
+    if same():
         return Probe(
             name="one term",
             result=f"with one non-zero term in every sum: equal bits at {where} rows",
         )
-    return Probe(
-        name="one term",
-        result=f"even with one non-zero term in every sum the bits differ between {where} rows",
-        decided="rounding point",
-    )
+    result = f"even with one non-zero term in every sum the bits differ between {where} rows"
+    if call.site.op_class in PRODUCT_CLASSES and same(torch.bfloat16):
+        result += ", but not where that term is a bfloat16 number: one of them narrows its inputs"
+        return Probe(name="one term", result=result, decided="intermediate dtype")
+    return Probe(name="one term", result=result, decided="rounding point")
 
 
-def _single_term(inputs: Mapping[str, Tensor], trial: int) -> dict[str, Tensor]:
+def _single_term(
+    inputs: Mapping[str, Tensor], trial: int, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
+    """dtype: the term is a number of that dtype, too."""
     single = dict(inputs)
     for key, tensor in inputs.items():
         if tensor.is_floating_point():
             single[key] = torch.zeros_like(tensor)
             flat = single[key].view(1, -1)
-            flat[0, (trial + 1) * 7919 % flat.shape[1]] = 0.5 + (trial + 1) * 0.6180339 % 0.5
+            term = torch.tensor(0.5 + (trial + 1) * 0.6180339 % 0.5)
+            flat[0, (trial + 1) * 7919 % flat.shape[1]] = term.to(dtype or term.dtype)
     return single
 
 
@@ -164,9 +177,26 @@ def _narrow(own: Tensor, reference: Tensor) -> Probe:
     return Probe(name="narrow", result="neither side's values all fit a narrower dtype")
 
 
+def _narrow_copy(own: Tensor, reference: Tensor) -> Probe:
+    """Whether one side's copy is the other's, rounded to a narrower dtype."""
+    for dtype in NARROW_COPIES:
+        for side, mine, theirs in (("left", own, reference), ("right", reference, own)):
+            if dtype.itemsize < own.dtype.itemsize and bits.equal(
+                theirs.to(dtype).to(own.dtype), mine
+            ):
+                name = str(dtype).removeprefix("torch.")
+                return Probe(
+                    name="narrow",
+                    result=f"the {side} holds the other side's values rounded to {name}",
+                    decided="intermediate dtype",
+                )
+    return Probe(name="narrow", result="neither side's values are the other's, rounded")
+
+
 PRECEDENCE: tuple[CauseName, ...] = (
     "nondeterminism",
     "batch leak",
+    "padding read",
     "stale or wrong state",
     "intermediate dtype",
     "rounding point",

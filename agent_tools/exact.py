@@ -5,11 +5,12 @@ digested, by a pattern that depends only on site, position and token. So every o
 same, simple inputs: rows with a single number, for which each sum has one term. Attention needs
 more care and gets two passes:
 
-    equal keys     all keys are zero, so every weight is the same, and each value is a single 1: an
-                   output counts the values read. A count that is wrong by one means that other
-                   keys were read: stale or wrong state.
-    two keys       all but the first two keys are far below them and weigh nothing, so every sum
-                   has at most two terms. Another result means another scale, exponential, division
+    equal keys     all keys are zero, so every weight is the same, and each value is a single 1, in
+                   another column for every key head: an output counts the values read. A count
+                   that is wrong by one means that other keys were read: stale or wrong state. A
+                   padding row's values are enormous, so that reading one shows: padding read.
+    two keys       all but the first two keys are far below them, weigh nothing and have no value,
+                   so every sum has at most two terms. Another result means another scale, exponential, division
                    or mask: a rounding point.
 
     left, right = (traced(side, ExactInputs("equal keys", requests)) for side in sides)
@@ -38,6 +39,8 @@ PASSES: tuple[Pass, ...] = ("equal keys", "two keys")
 
 UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob"})
 FAR_BELOW = -3e4
+PADDING_VALUE = 2.0**20
+HEAD_STRIDE = 7
 MEMORY_BYTES = 500_000_000
 
 
@@ -55,11 +58,13 @@ class ExactInputs:
         self._tokens = {request.id: request.tokens for request in requests}
         self._position = np.empty(0, np.int64)
         self._seed = np.empty(0, np.int64)
+        self._padding = np.empty(0, np.bool_)
 
     def begin_rows(self, step: int, rows: Sequence[tuple[str, int]]) -> None:
         """The engine says whose rows the next calls hold."""
         self.tracer.begin_rows(step, rows)
         self._position = np.asarray([max(position, 0) for _, position in rows], np.int64)
+        self._padding = np.asarray([not name for name, _ in rows], np.bool_)
         tokens = [self._tokens[name][position] if name else 0 for name, position in rows]
         self._seed = self._position * 7919 + np.asarray(tokens, np.int64) * 31
 
@@ -87,12 +92,15 @@ class ExactInputs:
     def _keys_and_values(self, call: SiteCall) -> Tensor:
         output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
         keys, values = output.chunk(2, dim=1)
-        columns = torch.from_numpy(self._seed % values.shape[2])
-        values[torch.arange(len(values)), :, columns] = 1.0
+        heads = torch.arange(values.shape[1])
+        columns = torch.from_numpy(self._seed)[:, None] + HEAD_STRIDE * heads
+        values.scatter_(2, (columns % values.shape[2])[..., None], 1.0)
+        values[torch.from_numpy(self._padding)] *= PADDING_VALUE
         if self._keys == "two keys":
             position = torch.from_numpy(self._position)
             levels = torch.tensor([0.0, -1.0, FAR_BELOW], dtype=keys.dtype)
             keys[:, :, 0] = levels[position.clamp(max=2)][:, None]
+            values[position >= 2] = 0.0
         return output
 
 
@@ -112,27 +120,34 @@ def _probe(name: Pass, comparison: Comparison, site: SiteComparison) -> Probe:
     if name == "two keys":
         result = f"{site.affected} of {site.compared} rows differ where two keys have weight"
         return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
-    wrong = _wrong_counts(comparison, site)
+    wrong, padding = _wrong_counts(comparison, site)
     result = (
         f"{site.affected} of {site.compared} rows differ where the output counts the values read, "
         f"{wrong} of them by at least one value"
     )
+    if padding:
+        result += f", {padding} by the value of a padding row"
+        return Probe(name=label, result=result, decided="padding read")
     if wrong:
         return Probe(name=label, result=result, decided="stale or wrong state")
     return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
 
 
-def _wrong_counts(comparison: Comparison, site: SiteComparison) -> int:
-    """Rows whose outputs are so far apart that another set of values must have been read."""
+def _wrong_counts(comparison: Comparison, site: SiteComparison) -> tuple[int, int]:
+    """Rows whose outputs are so far apart that another set of values must have been read.
+
+    The second number counts those that can only have read a padding row.
+    """
     key = ColumnKey(site.site, site.call, OUTPUT)
     sides = comparison.left.blobs.get(key), comparison.right.blobs.get(key)
     where = np.flatnonzero(site.convicting)
     if sides[0] is None or sides[1] is None or not len(where):
-        return 0
+        return 0, 0
     left = sides[0].tensor[torch.from_numpy(where)].double().flatten(1)
     right = sides[1].tensor[torch.from_numpy(site.output.right[where])].double().flatten(1)
     keys = comparison.left.table.position[site.rows[where]] + 1.0
-    return int(((left - right).abs().amax(1) * torch.from_numpy(keys) > 0.25).sum())
+    apart = (left - right).abs().amax(1) * torch.from_numpy(keys)
+    return int((apart > 0.25).sum()), int((apart > PADDING_VALUE / 2).sum())
 
 
 def order_is_left(op_class: str, probes: Sequence[Probe]) -> Probe | None:

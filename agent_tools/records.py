@@ -153,7 +153,7 @@ class Misalignment(Record):
     Misalignment(what="weights", message="...", tensor="model.norm.weight", index=(17,))
     """
 
-    what: Literal["tokens", "weights", "requests", "inputs"]
+    what: Literal["tokens", "weights", "requests", "inputs", "logprobs"]
     message: str
     tensor: str | None = None
     index: tuple[int, ...] | None = None

@@ -15,9 +15,11 @@ Nothing is proved inside a CUDA graph capture: call the operator once before cap
 goes through the stored certificates and says which hold; ``zm kernels list`` and gate C0 show it.
 """
 
+import contextlib
 import importlib
 import threading
 import warnings
+from collections.abc import Callable, Generator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,6 +68,18 @@ def choose(contract_id: str, key: tuple[int, ...] = ()) -> Implementation:
 def forget() -> None:
     """Drop this process's decisions; the next call of a contract reads its certificates again."""
     _CHOSEN.clear()
+
+
+@contextlib.contextmanager
+def substituted(contract_id: str, run: Callable[..., Any]) -> Generator[None]:
+    """Another function serves ``contract_id`` until the block ends, unproved: for planted faults."""
+    key = (contract_id, ())
+    held = choose(contract_id)
+    _CHOSEN[key] = Implementation(contract=contract_id, name="substituted", run=run)
+    try:
+        yield
+    finally:
+        _CHOSEN[key] = held
 
 
 def reference(contract_id: str) -> Implementation:

@@ -1,0 +1,23 @@
+"""Faults that people in this field met, as switches on a model: what every tool here must find.
+
+    with plant("B01", model):                     # the rollout engine's norm now follows row count
+        localize(Side.parse("paged:chunk:7"), Side.parse("packed"), model, requests, ...)
+
+    caught = check("B01", model)                  # plant it, run what must find it, compare
+    caught.right, caught.named, caught.detail
+
+Each entry of :data:`FAULTS` is a small replay of a public report: the real code path of our engines
+and kernels with one thing changed, in the rollout engine only. An entry says what must name it: an
+operator class and a cause class where an operator is at fault, the alignment anchor where the two
+sides are not about the same numbers, a refusal, or the certificate of a kernel. ``mechanism.py``
+has the ways to change something; operators, attention, engines and gradients have files of their
+own. Left out: faults of rewards, tool servers and reinforcement learning, which concern no engine;
+experts, recurrent layers and adapters, which no engine here runs yet.
+
+    pytest tests/agent_tools/faults
+"""
+
+from .catalogue import FAULTS, Fault, fault_named, plant, planted_kernel
+from .check import Caught, check
+
+__all__ = ["FAULTS", "Caught", "Fault", "check", "fault_named", "plant", "planted_kernel"]

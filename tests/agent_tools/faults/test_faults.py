@@ -1,0 +1,103 @@
+"""Every catalogued fault is named as the catalogue says, and nothing is named without it."""
+
+import contextlib
+from collections import defaultdict
+
+import pytest
+
+from zeromismatch.agent_tools.faults import FAULTS, check, plant
+from zeromismatch.agent_tools.faults.check import fault_requests
+from zeromismatch.agent_tools.localize import Options, localize
+from zeromismatch.agent_tools.sides import Side
+from zeromismatch.agent_tools.trace import Trace, Tracer, weight_digests
+from zeromismatch.agent_tools.verdict import compare_traces
+from zeromismatch.kernels import dispatch
+from zeromismatch.kernels.errors import UsageError
+from zeromismatch.model_recipes.models import LoadedModel
+from zeromismatch.model_recipes.plan import aligned_plan
+from zeromismatch.model_recipes.state import state_digest
+from zeromismatch.trainer.engines.base import Scenario
+from zeromismatch.trainer.engines.packed import PackedEngine
+from zeromismatch.trainer.engines.paged import PagedEngine
+
+LOCALIZED = defaultdict(list)
+for fault in FAULTS.values():
+    if fault.by in ("operator", "anchor"):
+        LOCALIZED[fault.sides].append(fault.id)
+OTHERS = [fault.id for fault in FAULTS.values() if fault.by not in ("operator", "anchor")]
+QUICK = Options(self_test=False, causes=False)
+
+
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_planted_fault_is_named_at_its_operator_with_its_cause(
+    model: LoadedModel, name: str
+) -> None:
+    before = state_digest(model.module)
+    caught = check(name, model)
+    assert caught.right, (caught.expected, caught.named, caught.detail)
+    assert state_digest(model.module) == before
+
+
+@pytest.mark.parametrize("sides", list(LOCALIZED))
+def test_without_a_fault_the_same_sides_are_equal(
+    model: LoadedModel, sides: tuple[str, str]
+) -> None:
+    found = localize(
+        *map(Side.parse, sides), model, fault_requests(model), plan="aligned", options=QUICK
+    )
+    assert found.status == "EQUAL", (LOCALIZED[sides], found.reason)
+    assert found.logprobs is not None
+    assert found.logprobs.compared > 50
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_without_the_fault_nothing_is_named(model: LoadedModel, name: str) -> None:
+    caught = check(name, model, planted=False)
+    assert caught.named == (), caught.detail
+    assert not caught.right
+
+
+def test_a_fault_ends_with_its_block(model: LoadedModel) -> None:
+    contract = "rmsnorm.lanes16.float32.cpu.v1"
+    served = dispatch.choose(contract)
+    with pytest.raises(RuntimeError, match="stop"), plant("B01", model):
+        assert dispatch.choose(contract).name == "substituted"
+        raise RuntimeError("stop")
+    assert dispatch.choose(contract) is served
+
+
+def test_an_unknown_fault_is_refused(model: LoadedModel) -> None:
+    with pytest.raises(UsageError, match="no fault is called 'Z99'; use one of B01"):
+        plant("Z99", model)
+
+
+def clean_runs(model: LoadedModel, seeds: range) -> None:
+    """Fuzzed schedules against one packed forward, every operator row compared."""
+    requests = fault_requests(model)[1:]
+    weights = weight_digests(model.module)
+    plan = aligned_plan(model.dtype, model.device)
+
+    def traced(name: str, engine: PackedEngine | PagedEngine) -> Trace:
+        tracer = Tracer()
+        schedule = engine.schedule(name, requests)
+        scenario = Scenario(model="m", plan="aligned", requests=requests, schedule=schedule)
+        return tracer.finish(engine.run(scenario, tracer), {"dtype": "float32"}, weights)
+
+    with contextlib.closing(PackedEngine(model, plan)) as engine:
+        packed = traced("packed", engine)
+    with contextlib.closing(PagedEngine(model, plan)) as engine:
+        for seed in seeds:
+            found = compare_traces(traced(f"fuzz:{seed}", engine), packed)
+            assert found.status == "EQUAL", (seed, found.reason)
+            assert found.coverage is not None
+            assert found.coverage.rows >= packed.table.step.size
+
+
+def test_clean_fuzzed_runs_give_no_verdict(model: LoadedModel) -> None:
+    clean_runs(model, range(40))
+
+
+@pytest.mark.slow
+def test_a_thousand_clean_fuzzed_runs_give_no_verdict(model: LoadedModel) -> None:
+    clean_runs(model, range(1000))
+
