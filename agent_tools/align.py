@@ -23,6 +23,7 @@ from ..model_recipes.models import LoadedModel, load_model
 from ..model_recipes.schema import Recipe
 from ..trainer.engines.base import Request
 from .drivers.autopilot import Outcome, Step, fly
+from .heat import stored_heat_map
 from .localize import Options as LocalizeOptions
 from .localize import localize
 from .proof import Proof, prove
@@ -195,6 +196,7 @@ def _report(
             title=f"Baseline: {BASELINE[0]} against {BASELINE[1]}",
             note="Stock kernels: the same model, the same weights, the same tokens.",
             divergence=baseline,
+            heat=stored_heat_map(options.out / "baseline"),
         )
     ]
     comparisons += [

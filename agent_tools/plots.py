@@ -173,7 +173,7 @@ def bars(histogram: Mapping[str, int]) -> tuple[Bar, ...]:
     for bucket, count in histogram.items():
         if bucket != "0" and count:
             far = LAST_BUCKET <= _distance(bucket) < math.inf
-            name = f"{LAST_BUCKET} and more" if far else bucket
+            name = f"{LAST_BUCKET}+" if far else bucket
             kept[name] = kept.get(name, 0) + count
     top = math.log10(max(kept.values(), default=1)) + 1
     return tuple(
@@ -183,5 +183,5 @@ def bars(histogram: Mapping[str, int]) -> tuple[Bar, ...]:
 
 
 def _distance(bucket: str) -> float:
-    lowest = re.split(r"[- ]", bucket)[0]
+    lowest = re.split(r"[-+]", bucket)[0]
     return float(lowest) if lowest.isdecimal() else math.inf

@@ -50,7 +50,7 @@ def test_the_far_end_of_the_histogram_is_one_bar():
     drawn = bars({"8192-16383": 5, "16384-32767": 2, "1048576-2097151": 1, "nonfinite": 1})
     assert [(bar.bucket, bar.count) for bar in drawn] == [
         ("8192-16383", 5),
-        ("16384 and more", 3),
+        ("16384+", 3),
         ("nonfinite", 1),
     ]
 
