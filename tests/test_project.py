@@ -82,6 +82,17 @@ def test_the_package_links_to_the_folders():
         assert link.is_dir()
 
 
+def test_installing_refuses_links_that_arrived_as_text(tmp_path: Path):
+    package = tmp_path / "src" / "zeromismatch"
+    package.mkdir(parents=True)
+    (package / "kernels").write_text("../../kernels")
+    shutil.copy(ROOT / "setup.py", tmp_path)
+    command = [sys.executable, "setup.py", "--version"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "core.symlinks true" in done.stderr
+
+
 @pytest.mark.parametrize("path", [*SOURCES, *TESTS], ids=name_of)
 def test_files_stay_small(path: Path):
     assert len(path.read_text().splitlines()) <= MAX_LINES
