@@ -1,0 +1,246 @@
+"""Where no operator alone shows it: both engines on as few and as short requests as still differ.
+
+State that was overwritten, tables that were read too late, logprobs that were changed on the way
+out: such a fault lives between operators, so its repro runs the engines. The model is named, not
+stored (``tiny:`` models are built from a seed); tokens stand in ``repro.json``, exact.
+
+    record = write_whole_repro(Path("repro"), left, right, found)
+    rerun(Path("repro/repro.json"))                  # 0 equal, 1 mismatch, 125 unsuitable
+
+``zm repro DIVERGENCE --whole`` writes one.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from pydantic import ValidationError
+
+from ...kernels.errors import InconclusiveError, ZeroMismatchError
+from ...model_recipes.bindings import dtype_name
+from ...model_recipes.models import LoadedModel, load_model
+from ...trainer.engines.base import Request, Sampling
+from ..doctor import versions
+from ..faults import FAULTS, check, plant
+from ..records import Divergence, Record
+from ..report import write_whole
+from ..sides import Runner, Side
+from ..trace import Tracer
+from ..verdict import compare_traces
+from .shrink import minimise
+
+EQUAL, MISMATCH, UNSUITABLE = 0, 1, 125
+SOURCE = '''"""{claim}
+
+Runs both engines: exit 0 equal, 1 mismatch, 125 unsuitable environment (`--expect-equal`: any
+mismatch counts, not only the recorded one).
+"""
+
+import sys
+from pathlib import Path
+
+try:
+    from zeromismatch.agent_tools.reduction.whole import rerun
+except ImportError as error:
+    print(f"unsuitable: {{error}}")
+    sys.exit(125)
+
+record = Path(__file__).resolve().parent / "repro.json"
+sys.exit(rerun(record, expect_equal="--expect-equal" in sys.argv))
+'''
+
+
+class StoredRequest(Record):
+    """A request as it ran."""
+
+    id: str
+    tokens: tuple[int, ...]
+    sampled_mask: tuple[bool, ...]
+    temperature: float
+
+    def request(self) -> Request:
+        """As engines take it."""
+        sampling = Sampling(temperature=self.temperature)
+        return Request(
+            id=self.id, tokens=self.tokens, sampled_mask=self.sampled_mask, sampling=sampling
+        )
+
+
+class WholeRepro(Record):
+    """What ``repro.json`` of such a repro holds."""
+
+    schema_version: Literal[1] = 1
+    kind: Literal["whole-repro"] = "whole-repro"
+    claim: str
+    model: str
+    dtype: Literal["float32", "bfloat16"]
+    seed: int
+    sides: tuple[str, str]
+    plan: str
+    requests: tuple[StoredRequest, ...]
+    named: str
+    """The first operator in execution order that differs, or what the anchor said."""
+    fault: str | None = None
+    status: Literal["minimal", "budget", "none"]
+    reduced: tuple[str, ...]
+    tried: int
+    versions: dict[str, str]
+    command: str
+    seconds: float
+
+
+def named_by(found: Divergence) -> str | None:
+    """The first thing that a comparison names; None where the sides are equal."""
+    if found.anchor.misalignment is not None:
+        return f"MISALIGNED {found.anchor.misalignment.what}"
+    if found.first_divergence is not None:
+        return found.first_divergence.site
+    return None if found.status == "EQUAL" else found.status
+
+
+def outcome(
+    model: LoadedModel, sides: tuple[Side, Side], plan: str, requests: Sequence[Request]
+) -> str | None:
+    """Run both sides and compare, without grafting."""
+    traces = []
+    for side in sides:
+        runner = Runner(side=side, model=model, requests=tuple(requests), plan=plan)
+        tracer = Tracer()
+        traces.append(runner.traced(tracer, tracer))
+    return named_by(compare_traces(*traces))
+
+
+def write_whole_repro(
+    folder: Path,
+    left: Side,
+    right: Side,
+    model: LoadedModel,
+    requests: Sequence[Request],
+    *,
+    plan: str = "aligned",
+    fault: str | None = None,
+    seed: int = 0,
+    seconds: float = 60.0,
+    command: str = "zm repro --whole",
+    progress: Callable[[str], None] = lambda stage: None,
+) -> WholeRepro:
+    """Shrink requests and tokens while the same thing is named first, and write the folder.
+
+    fault: a catalogued fault, planted for each run here and in the file.
+    """
+    began = time.monotonic()
+    if fault is not None and FAULTS[fault].by not in ("operator", "anchor"):
+        named, kept, tried, status = _checked(fault, model), list(requests), 1, "none"
+    else:
+        shrinking = _Shrinking(model, (left, right), plan, fault, began + seconds)
+        progress("shrinking requests and tokens")
+        named, kept = shrinking.run(list(requests))
+        tried, status = shrinking.tried, "budget" if shrinking.spent() else "minimal"
+    counts = [sum(len(request.tokens) for request in each) for each in (requests, kept)]
+    record = WholeRepro(
+        claim=f"{left} against {right} on {model.spec}: {named}"
+        + (f" (planted: {FAULTS[fault].line})" if fault else ""),
+        model=model.spec, dtype=dtype_name(model.dtype), seed=seed,  # pyright: ignore
+        sides=(str(left), str(right)), plan=plan, named=named, fault=fault, status=status,
+        requests=tuple(
+            StoredRequest(id=r.id, tokens=r.tokens, sampled_mask=r.sampled_mask,
+                          temperature=r.sampling.temperature)
+            for r in kept
+        ),
+        reduced=(f"requests: {len(requests)} -> {len(kept)}", f"tokens: {counts[0]} -> {counts[1]}"),
+        tried=tried, versions=dict(versions()), command=command,
+        seconds=time.monotonic() - began,
+    )  # fmt: skip
+    write_whole(folder / "repro.json", record.model_dump_json(indent=2) + "\n")
+    write_whole(folder / "repro.py", SOURCE.format(claim=record.claim))
+    return record
+
+
+def _planted(fault: str | None, model: LoadedModel) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if fault is None else plant(fault, model)
+
+
+def _checked(fault: str, model: LoadedModel) -> str:
+    return "; ".join(check(fault, model).named)
+
+
+class _Shrinking:
+    def __init__(
+        self, model: LoadedModel, sides: tuple[Side, Side], plan: str, fault: str | None,
+        until: float,
+    ) -> None:  # fmt: skip
+        self.model, self.sides, self.plan, self.fault = model, sides, plan, fault
+        self.until = until
+        self.tried = 0
+        self._known: dict[tuple[tuple[int, ...], ...], str | None] = {}
+
+    def spent(self) -> bool:
+        return time.monotonic() > self.until
+
+    def named(self, requests: Sequence[Request]) -> str | None:
+        key = tuple(request.tokens for request in requests)
+        if key not in self._known:
+            self.tried += 1
+            with _planted(self.fault, self.model):
+                self._known[key] = outcome(self.model, self.sides, self.plan, requests)
+        return self._known[key]
+
+    def run(self, requests: list[Request]) -> tuple[str, list[Request]]:
+        named = self.named(requests)
+        if named is None:
+            raise InconclusiveError(
+                "both sides give equal bits on these requests, so there is nothing to reproduce; "
+                "run `zm localize` again"
+            )
+        kept = minimise(
+            list(range(len(requests))),
+            lambda chosen: self._same([requests[i] for i in chosen], named), self.spent,
+        )  # fmt: skip
+        smaller = [requests[index] for index in kept]
+        for index in range(len(smaller)):
+            step = len(smaller[index].tokens) // 2
+            while step and not self.spent():
+                shorter = list(smaller)
+                shorter[index] = _cut(smaller[index], len(smaller[index].tokens) - step)
+                if len(shorter[index].tokens) >= 2 and self._same(shorter, named):
+                    smaller = shorter
+                else:
+                    step //= 2
+        return named, smaller
+
+    def _same(self, requests: Sequence[Request], named: str) -> bool:
+        try:
+            return self.named(requests) == named
+        except ZeroMismatchError:
+            return False  # no schedule of that name exists for so few tokens
+
+
+def _cut(request: Request, length: int) -> Request:
+    mask = request.sampled_mask[:length]
+    return replace(request, tokens=request.tokens[:length], sampled_mask=mask, turns=())
+
+
+def rerun(path: Path, *, expect_equal: bool = False) -> int:
+    """Run a stored repro again; prints what it finds and returns its exit code."""
+    try:
+        record = WholeRepro.model_validate_json(path.read_text(encoding="utf-8"))
+        model = load_model(record.model, dtype=record.dtype, seed=record.seed)
+    except (OSError, ValidationError, ZeroMismatchError) as error:
+        print(f"unsuitable: {error}")
+        return UNSUITABLE
+    requests = [request.request() for request in record.requests]
+    if record.fault is not None and FAULTS[record.fault].by not in ("operator", "anchor"):
+        named = _checked(record.fault, model) or None
+    else:
+        sides = Side.parse(record.sides[0]), Side.parse(record.sides[1])
+        with _planted(record.fault, model):
+            named = outcome(model, sides, record.plan, requests)
+    if named is None:
+        print("equal: every operator row and every logprob")
+        return EQUAL
+    same = "as recorded" if named == record.named else f"recorded was {record.named}"
+    print(f"mismatch: {named}" + ("" if expect_equal else f" ({same})"))
+    return MISMATCH

@@ -1,0 +1,53 @@
+"""Repros that run both engines: few requests, few tokens, and the same thing named first."""
+
+from pathlib import Path
+
+import pytest
+
+from zeromismatch.agent_tools.faults import FAULTS
+from zeromismatch.agent_tools.reduction.whole import WholeRepro, rerun, write_whole_repro
+from zeromismatch.agent_tools.sides import Side
+from zeromismatch.kernels.errors import InconclusiveError
+from zeromismatch.model_recipes.models import LoadedModel
+from zeromismatch.trainer.engines.base import Request
+
+WHOLE = ("W01", "K07", "M04", "P05", "L01", "K03", "C01", "S02", "W05", "G03", "K05")
+
+
+def write(
+    folder: Path, model: LoadedModel, requests: tuple[Request, ...], fault: str | None
+) -> WholeRepro:
+    sides = FAULTS[fault].sides if fault else ("paged:chunk:7", "packed:packed")
+    return write_whole_repro(
+        folder, *map(Side.parse, sides), model, requests, fault=fault, seconds=20
+    )
+
+
+@pytest.mark.parametrize("fault", WHOLE)
+def test_a_fault_between_operators_is_repeated_by_few_tokens(
+    model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path,
+    capsys: pytest.CaptureFixture[str], fault: str,
+) -> None:  # fmt: skip
+    record = write(tmp_path, model, requests, fault)
+    assert rerun(tmp_path / "repro.json") == 1
+    assert "as recorded" in capsys.readouterr().out
+    if FAULTS[fault].by in ("operator", "anchor"):
+        assert sum(len(request.tokens) for request in record.requests) <= 34
+        healthy = record.model_copy(update={"fault": None})
+        (tmp_path / "repro.json").write_text(healthy.model_dump_json())
+        assert rerun(tmp_path / "repro.json") == 0
+
+
+def test_equal_sides_have_nothing_to_repeat(
+    model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(InconclusiveError, match="nothing to reproduce"):
+        write(tmp_path, model, requests, None)
+
+
+def test_a_record_that_cannot_be_read_is_unsuitable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "repro.json").write_text("{}")
+    assert rerun(tmp_path / "repro.json") == 125
+    assert "unsuitable" in capsys.readouterr().out
