@@ -10,8 +10,8 @@ more care and gets two passes:
                    that is wrong by one means that other keys were read: stale or wrong state. A
                    padding row's values are enormous, so that reading one shows: padding read.
     two keys       all but the first two keys are far below them, weigh nothing and have no value,
-                   so every sum has at most two terms. Another result means another scale, exponential, division
-                   or mask: a rounding point.
+                   so every sum has at most two terms. Another result means another scale,
+                   exponential, division or mask: a rounding point.
 
     left, right = (traced(side, ExactInputs("equal keys", requests)) for side in sides)
     exact_probes("equal keys", Comparison(left, right))["model.layers.0.self_attn#attention"]

@@ -164,9 +164,7 @@ def recorded_command(text: str, path: Path) -> RecordedCommand:
 
 
 def _load(command: RecordedCommand) -> LoadedModel:
-    return load_model(
-        command.model, dtype=command.dtype, device=command.device, seed=command.seed
-    )
+    return load_model(command.model, dtype=command.dtype, device=command.device, seed=command.seed)
 
 
 def _prove(
@@ -175,9 +173,7 @@ def _prove(
     from .align import only_prompt
     from .commands.measure import requests_for  # the counts behind --quick live with the command
 
-    requests = requests_for(
-        model, prompts=command.prompts, seed=command.seed, quick=command.quick
-    )
+    requests = requests_for(model, prompts=command.prompts, seed=command.seed, quick=command.quick)
     prompts = [only_prompt(request) for request in requests]
     proof = prove(model, recipe.plan, prompts, pristine=_load(command), progress=progress)
     return {entry.claim.name: entry for entry in proof.claims}

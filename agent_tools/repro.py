@@ -30,6 +30,7 @@ import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import ValidationError
 from safetensors.torch import save_file
+from torch import Tensor
 
 from ..kernels.errors import DiskError, InconclusiveError, UsageError
 from ..model_recipes.models import LoadedModel, load_model
@@ -120,14 +121,15 @@ def write_repro(
         )
     if not case.differs():
         raise InconclusiveError(
-            f"{culprit.site} alone gives equal bits on the inputs it was shown: what it read beside "
-            f"them differs ({culprit.cause.name}); `zm repro --whole` writes a file that runs the engines"
+            f"{culprit.site} alone gives equal bits on the inputs it was shown: what it read "
+            f"beside them differs ({culprit.cause.name}); `zm repro --whole` writes a file that "
+            "runs the engines"
         )
     progress("shrinking")
     case, status, tried = shrink(case, seconds - (time.monotonic() - began))
     if case.nbytes > MAX_BYTES:
         raise InconclusiveError(
-            f"the smallest inputs found take {case.nbytes / 1e6:.1f} MB, over {MAX_BYTES / 1e6:.0f}; "
+            f"the smallest inputs found take {case.nbytes:,} bytes, over {MAX_BYTES:,}; "
             "give more --seconds"
         )
     sides = {"left": found.left.side, "right": found.right.side}
@@ -183,8 +185,8 @@ def _made_again(
         if (len(requests), tokens) == (found.anchor.requests, found.anchor.tokens):
             return requests
     raise UsageError(
-        f"{path} is about {found.anchor.requests} requests with {found.anchor.tokens} tokens, which "
-        "cannot be made again from here; give its --seed and --prompts, or localize with --out DIR "
+        f"{path} is about {found.anchor.requests} requests with {found.anchor.tokens} tokens, "
+        "which cannot be made again from here; give its --seed and --prompts, or localize with --out DIR "
         "and give that folder"
     )
 
@@ -229,7 +231,7 @@ def _record(
     case: Case, culprit: Culprit, found: Divergence, names: dict[str, str], status: Any,
     tried: int, fault: str | None, command: str, began: float,
 ) -> Repro:  # fmt: skip
-    outputs = dict(zip(("left", "right"), case.outputs(), strict=True))
+    outputs: dict[str, Tensor] = dict(zip(("left", "right"), case.outputs(), strict=True))
     calls: dict[str, SideCall] = {"left": case.left, "right": case.right}
     attends = case.op_class == "attention"
     sides = {
@@ -246,8 +248,8 @@ def _record(
     }
     whose = {name: call.contract or "stock torch" for name, call in calls.items()}
     claim = (
-        f"{culprit.op_class} gives other bits for one row: {whose['left']}, {rows['left']}, against "
-        f"{whose['right']}, {rows['right']} ({culprit.cause.name})"
+        f"{culprit.op_class} gives other bits for one row: {whose['left']}, {rows['left']}, "
+        f"against {whose['right']}, {rows['right']} ({culprit.cause.name})"
     )
     same = outputs["left"].dtype == outputs["right"].dtype
     return Repro(
@@ -255,7 +257,7 @@ def _record(
         left=sides["left"], right=sides["right"],
         first=first_bits(outputs["left"][0], outputs["right"][0]) if same else None,
         status=status,
-        reduced=(f"model {found.model}: every layer and operator but {culprit.site}", *case.reduced),
+        reduced=(f"model {found.model}: every operator but {culprit.site}", *case.reduced),
         tried=tried, bytes=case.nbytes,
         pure_torch=case.left.contract is None and case.right.contract is None and fault is None,
         fault=fault, versions=dict(versions()), device="cpu",
@@ -297,6 +299,7 @@ def _write(folder: Path, case: Case, record: Repro) -> None:
 def _source(case: Case, record: Repro) -> str:
     programs = case.left.program, case.right.program
     imports = [each.imports for each in programs if each.imports]
+    defining = [each for each in programs if each.definitions]
     if record.fault is not None:
         imports.append("from zeromismatch.agent_tools.faults import planted_kernel")
     rows = [n for n, axes in case.layout.items() if axes[0] == "rows" and n in case.tensors]
@@ -307,12 +310,10 @@ def _source(case: Case, record: Repro) -> str:
     return render("repro.py.j2").render(
         claim=record.claim, command=record.command, file="repro.py", pure=record.pure_torch,
         imports=list(dict.fromkeys(imports)), settings=repr(dict(case.settings)),
-        definitions=list(dict.fromkeys(e.definitions.strip("\n") for e in programs if e.definitions)),
+        definitions=list(dict.fromkeys(each.definitions.strip("\n") for each in defining)),
         row_inputs=repr(rows), fault=repr(record.fault) if record.fault else "",
         left_contract=repr(case.left.contract),
         left_line=programs[0].line, right_line=programs[1].line,
         left_about=record.left.contract or "stock torch",
         right_about=record.right.contract or "stock torch",
     )  # fmt: skip
-
-

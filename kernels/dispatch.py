@@ -72,7 +72,7 @@ def forget() -> None:
 
 @contextlib.contextmanager
 def substituted(contract_id: str, run: Callable[..., Any]) -> Generator[None]:
-    """Another function serves ``contract_id`` until the block ends, unproved: for planted faults."""
+    """Another function serves ``contract_id`` until the block ends, unproved: to plant faults."""
     key = (contract_id, ())
     held = choose(contract_id)
     _CHOSEN[key] = Implementation(contract=contract_id, name="substituted", run=run)

@@ -49,9 +49,7 @@ def _other_tile(
     wanted: Any, tile: Any, right: Kernel, q: Tensor, k_pages: Tensor, v_pages: Tensor,
     query_start: Tensor, kv_len: Tensor, block_table: Tensor, scale: float, *rest: Any,
 ) -> Any:  # fmt: skip
-    out, peak, total = right(
-        q, k_pages, v_pages, query_start, kv_len, block_table, scale, *rest
-    )
+    out, peak, total = right(q, k_pages, v_pages, query_start, kv_len, block_table, scale, *rest)
     starts, lengths = query_start.tolist(), kv_len.tolist()
     for entry, length in enumerate(lengths):
         rows = slice(starts[entry], starts[entry + 1])
@@ -114,10 +112,9 @@ class CapturedTable:
         if len(q) != 1:
             self.captured = None
             return right(q, k, v, *rest)
-        if self.captured is None:
-            self.captured = table.clone()
+        captured = self.captured = table.clone() if self.captured is None else self.captured
         seen = table.clone()
-        seen[:, self.captured.shape[1] :] = self.captured[:, -1:]
+        seen[:, captured.shape[1] :] = captured[:, -1:]
         return right(q, k, v, query_start, kv_len, seen, *others)
 
 

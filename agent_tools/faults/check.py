@@ -8,7 +8,7 @@ Without a fault nothing may be named. ``zm`` has no command for it: gates and te
 
 import contextlib
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,7 +31,7 @@ from ..records import Divergence, Record
 from ..rollouts import compare_tokens
 from ..scenarios import random_requests
 from ..sides import Side
-from .catalogue import ROWS, Fault, contract_of, fault_named, plant
+from .catalogue import ROWS, By, Fault, contract_of, fault_named, plant
 
 CASES = 6
 """Cases of a kernel's sweep that are enough for these faults."""
@@ -53,8 +53,8 @@ class Caught(Record):
 
 
 def fault_requests(model: LoadedModel) -> tuple[Request, ...]:
-    """Three short requests, the last two with a common page, scored at a temperature of their own."""
-    first, second, third, fourth = random_requests(model, count=4, max_reply=6, seed=3)
+    """Three short requests at a temperature of their own; the last two share a page."""
+    first, second, _, fourth = random_requests(model, count=4, max_reply=6, seed=3)
     chosen = (_cut(first, 26), _cut(second, 37), _cut(fourth, 30))
     return tuple(
         replace(request, sampling=replace(request.sampling, temperature=TEMPERATURE))
@@ -80,12 +80,8 @@ def check(
     chosen = tuple(requests or fault_requests(model))
     if fault.sides == ROWS:  # every row is a step
         chosen = chosen[1:2]
-    run = {
-        "operator": _localized, "anchor": _localized, "published": _published,
-        "sampled": _sampled, "refused": _refused, "certified": _certified,
-    }[fault.by]  # fmt: skip
     with plant(name, model) if planted else contextlib.nullcontext():
-        return run(fault, model, chosen, planted)
+        return _CHECKS[fault.by](fault, model, chosen, planted)
 
 
 def _caught(
@@ -103,8 +99,9 @@ def _localized(
     fault: Fault, model: LoadedModel, requests: Sequence[Request], planted: bool,
     right_model: LoadedModel | None = None,
 ) -> Caught:  # fmt: skip
+    left, right = Side.parse(fault.sides[0]), Side.parse(fault.sides[1])
     found = localize(
-        *map(Side.parse, fault.sides), model, requests, plan="aligned", right_model=right_model,
+        left, right, model, requests, plan="aligned", right_model=right_model,
         options=Options(self_test=False),
     )  # fmt: skip
     return name_divergence(fault, found, planted)
@@ -208,3 +205,13 @@ def _certified(
             trial.run_case(case, outputs(reference(*case.arguments)), quick=False)
     named = [f"{fault.by}: {fault.expect}"] if trial.reason else []
     return _caught(fault, planted, named, trial.reason or "")
+
+
+_CHECKS: dict[By, Callable[[Fault, LoadedModel, Sequence[Request], bool], Caught]] = {
+    "operator": _localized,
+    "anchor": _localized,
+    "published": _published,
+    "sampled": _sampled,
+    "refused": _refused,
+    "certified": _certified,
+}

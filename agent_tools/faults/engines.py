@@ -1,14 +1,14 @@
 """Faulty engines: what happens to tokens, logprobs, caches and weights between the operators.
 
-Each is a context manager that disturbs one function of the rollout engine. None touches an operator,
-so the alignment anchor, a refusal or the count of tokens must find it.
+Each is a context manager that disturbs one function of the rollout engine. None touches an
+operator, so the alignment anchor, a refusal or the count of tokens must find it.
 """
 
 import contextlib
 import struct
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -92,8 +92,7 @@ def from_the_wrong_end(run: Run) -> Run:
     own = [each for each in run.samples if each.request == name]
     bits = [each.logprob_bits for each in own]
     moved = [
-        replace(each, logprob_bits=new)
-        for each, new in zip(own, bits[1:] + bits[:1], strict=True)
+        replace(each, logprob_bits=new) for each, new in zip(own, bits[1:] + bits[:1], strict=True)
     ]
     return replace(run, samples=(*run.samples[: -len(own)], *moved))
 
@@ -169,7 +168,8 @@ def on_install(change: Callable[[Weights, Mapping[str, Tensor]], None]) -> Plant
             if self.loaded is not model:
                 right(self, publish)
                 return
-            staged = self._staged.pop((publish.version, publish.digest), {})
+            held = self._staged  # pyright: ignore[reportPrivateUsage]
+            staged = held.pop((publish.version, publish.digest), {})
             with torch.no_grad():
                 change(self, staged)
             self.digests, self.version = state_digest(self.loaded.module), publish.version
@@ -208,7 +208,7 @@ def missing_names_logged(model: LoadedModel) -> Generator[None]:
 @contextlib.contextmanager
 def untied_head(model: LoadedModel) -> Generator[None]:
     """W06: the engine loads a tied head as a tensor of its own, which no update reaches."""
-    head = model.module.get_submodule("lm_head")
+    head = cast(nn.Linear, model.module.get_submodule("lm_head"))
     tied = head.weight
     right = Weights._check  # pyright: ignore[reportPrivateUsage]
 

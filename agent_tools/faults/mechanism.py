@@ -81,7 +81,7 @@ def faulty_kernel(
     right = dispatch.choose(contract).run
     address = None
     if path is not None:
-        address = model.module.get_submodule(path).weight.data_ptr()
+        address = model.module.get_parameter(f"{path}.weight").data_ptr()
     with in_rollout() as running:
 
         def run(*arguments: Any) -> Any:

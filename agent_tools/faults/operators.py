@@ -118,7 +118,8 @@ def sum_by_threads(right: Kernel, x_TH: Tensor, weight_H: Tensor, eps: float, *r
     if threads == 1 or rest[-1] is not None:  # the residual form is another operator
         return right(x_TH, weight_H, eps, *rest)
     parts = [part.square().sum(1, keepdim=True) for part in x_TH.chunk(threads, dim=1)]
-    return weight_H * (x_TH * torch.rsqrt(sum(parts) / x_TH.shape[1] + eps))
+    total = torch.stack(parts).sum(0)
+    return weight_H * (x_TH * torch.rsqrt(total / x_TH.shape[1] + eps))
 
 
 def bf16_logits(right: Kernel, h_TH: Tensor, weight_VH: Tensor, bias: Any, *rest: Any) -> Any:

@@ -174,9 +174,7 @@ def _changed(case: Case, change: Callable[[Tensor], Tensor]) -> Case:
         name: change(tensor) if tensor.is_floating_point() else tensor
         for name, tensor in case.tensors.items()
     }
-    same = all(
-        torch.equal(tensors[name], tensor) for name, tensor in case.tensors.items()
-    )
+    same = all(torch.equal(tensors[name], tensor) for name, tensor in case.tensors.items())
     has_neighbours = any(side.neighbours is not None for side in (case.left, case.right))
     return case if same or has_neighbours else replace(case, tensors=tensors)
 

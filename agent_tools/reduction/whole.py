@@ -150,7 +150,10 @@ def write_whole_repro(
                           temperature=r.sampling.temperature)
             for r in kept
         ),
-        reduced=(f"requests: {len(requests)} -> {len(kept)}", f"tokens: {counts[0]} -> {counts[1]}"),
+        reduced=(
+            f"requests: {len(requests)} -> {len(kept)}",
+            f"tokens: {counts[0]} -> {counts[1]}",
+        ),
         tried=tried, versions=dict(versions()), command=command,
         seconds=time.monotonic() - began,
     )  # fmt: skip

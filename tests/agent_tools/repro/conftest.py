@@ -32,9 +32,7 @@ def runners(
 
 
 @pytest.fixture(scope="session")
-def stock(
-    model: LoadedModel, requests: tuple[Request, ...]
-) -> tuple[Runner, Runner, Divergence]:
+def stock(model: LoadedModel, requests: tuple[Request, ...]) -> tuple[Runner, Runner, Divergence]:
     """Stock kernels, decode against whole prefill: linear layers and attention differ."""
     left, right = runners(model, requests, SIDES, "stock")
     found = localize(
