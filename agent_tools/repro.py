@@ -186,8 +186,8 @@ def _made_again(
             return requests
     raise UsageError(
         f"{path} is about {found.anchor.requests} requests with {found.anchor.tokens} tokens, "
-        "which cannot be made again from here; give its --seed and --prompts, or localize with --out DIR "
-        "and give that folder"
+        "which cannot be made again from here; give its --seed and --prompts, or localize "
+        "with --out DIR and give that folder"
     )
 
 

@@ -145,6 +145,7 @@ def _attention(
     culprit: Culprit, left: Runner, right: Runner, spies: tuple[Spy, Spy],
     calls: tuple[Seen, Seen], at: Row,
 ) -> Case:  # fmt: skip
+    _refuse_options(culprit, left, max(position for seen in calls for _, position in seen.rows) + 1)
     spans = [[p for name, p in seen.rows if name == at[0]] for seen in calls]
     length = max(max(span) for span in spans) + 1
     owner = _owners(right, at[0])
@@ -154,7 +155,6 @@ def _attention(
     }
     groups = tensors["k"].shape[1]
     tensors["q"] = tensors["q"].unflatten(1, (groups, -1)).contiguous()
-    config = left.model.config
     own = cast(Any, left.model.module.get_submodule(culprit.site.partition("#")[0]))
     sides = [
         SideCall(
@@ -165,16 +165,28 @@ def _attention(
             spans, (culprit.contract_left, culprit.contract_right), strict=True
         )
     ]  # fmt: skip
-    window = getattr(config, "sliding_window", None)
-    if window is not None and length > window:
-        raise InconclusiveError(
-            f"{culprit.site} may attend in a window of {window}, which the generated file does not "
-            f"write out; localize requests of at most {window} tokens"
-        )
     return Case(
         op_class="attention", tensors=tensors, settings={"scale": float(own.scaling)},
         left=sides[0], right=sides[1], position=at[1],
     )  # fmt: skip
+
+
+def _refuse_options(culprit: Culprit, runner: Runner, length: int) -> None:
+    """The generated file writes plain causal attention only; anything more is refused."""
+    config = runner.model.config
+    own = runner.model.module.get_submodule(culprit.site.partition("#")[0])
+    window = getattr(config, "sliding_window", None)
+    found = {
+        f"a window of {window}": window is not None and length > window,
+        "a softcap": getattr(config, "attn_logit_softcapping", None) is not None,
+        "sinks": getattr(own, "sinks", None) is not None,
+    }
+    for what, applies in found.items():
+        if applies:
+            raise InconclusiveError(
+                f"{culprit.site} may attend with {what}, which the generated file does not write "
+                "out; `zm repro --whole` writes a file that runs the engines"
+            )
 
 
 def _owners(runner: Runner, request: str) -> list[str]:

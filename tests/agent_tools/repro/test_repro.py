@@ -11,6 +11,7 @@ import pytest
 from safetensors.torch import load_file
 
 from zeromismatch.agent_tools.faults import FAULTS, plant
+from zeromismatch.agent_tools.faults.check import fault_requests
 from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.records import Divergence
 from zeromismatch.agent_tools.reduction.capture import capture
@@ -18,7 +19,7 @@ from zeromismatch.agent_tools.reduction.shrink import minimise, shrink
 from zeromismatch.agent_tools.repro import Repro, repro_of, write_repro
 from zeromismatch.agent_tools.sides import Runner, Side
 from zeromismatch.kernels.errors import InconclusiveError, UsageError
-from zeromismatch.model_recipes.models import LoadedModel
+from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.trainer.engines.base import Request
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
@@ -164,6 +165,17 @@ def test_wrong_state_is_no_operator_and_says_what_to_do(
         left, right, found = find(model, requests[1:2], "W01")
         with pytest.raises(InconclusiveError, match="zm repro --whole"):
             write_repro(tmp_path, left, right, found, fault="W01")
+
+
+def test_attention_with_a_window_or_a_softcap_is_not_written_out_as_plain(tmp_path: Path) -> None:
+    other = load_model("tiny:gemma2")
+    chosen = fault_requests(other)[1:2]
+    sides = Side.parse("paged:decode"), Side.parse("packed:packed")
+    left, right = (Runner(side=s, model=other, requests=chosen, plan="stock") for s in sides)
+    found = localize(*sides, other, chosen, plan="stock", options=Options(self_test=False))
+    site = next(each.site for each in found.culprits if each.op_class == "attention")
+    with pytest.raises(InconclusiveError, match="which the generated file does not write"):
+        write_repro(tmp_path, left, right, found, site=site)
 
 
 def test_equal_sides_have_no_repro(stock: Stock, tmp_path: Path) -> None:
