@@ -116,7 +116,7 @@ def split(
     few: int,
     settings: tuple[Any, ...],
 ) -> None:
-    from . import gpu_kernels
+    from . import gpu_kernels, gpu_merge_kernels
 
     query_start, kv_len, table = index
     scale, window, softcap, sinks = settings
@@ -164,7 +164,7 @@ def split(
         num_stages=shape.stages,
         enable_fp_fusion=False,
     )
-    gpu_kernels.attention_merge_kernel[(kv_len.numel(), heads, few)](
+    gpu_merge_kernels.attention_merge_kernel[(kv_len.numel(), heads, few)](
         part,
         part_m,
         part_l,
@@ -213,7 +213,7 @@ def hopper(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from . import gpu_hopper, gpu_kernels
+    from . import gpu_hopper, gpu_step_kernels
 
     tokens, heads, size = q.shape
     kv_heads, keys, requests = k.shape[1], block_keys(size), query_start.numel() - 1
@@ -224,7 +224,7 @@ def hopper(
         aligned_k, aligned_v = (
             torch.empty(blocks * keys, width, dtype=q.dtype, device=q.device) for _ in range(2)
         )
-        gpu_kernels.align_keys_kernel[(blocks, keys // 16)](
+        gpu_step_kernels.align_keys_kernel[(blocks, keys // 16)](
             k,
             v,
             aligned_k,

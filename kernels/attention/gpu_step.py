@@ -77,14 +77,14 @@ def new_cache(
 @torch.library.custom_op("zeromismatch::write_kv", mutates_args=("k_cache", "v_cache"))
 def write_kv_op(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot: Tensor) -> None:
     """Copy rows into slots; negative slots are skipped (padding rows of a captured graph)."""
-    from . import gpu_kernels
+    from . import gpu_step_kernels
 
     k, v = (
         x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v)
     )
     tokens, width = k.shape[0], k.shape[1] * k.shape[2]
     if tokens:
-        gpu_kernels.write_kv_kernel[(tokens,)](
+        gpu_step_kernels.write_kv_kernel[(tokens,)](
             k_cache,
             v_cache,
             k,
@@ -140,7 +140,7 @@ def schedule(
     Without ``max_query`` the step is looked up on the device, except inside a graph capture, where
     both kernels are launched; the other facts stay on the device.
     """
-    from . import gpu_kernels
+    from . import gpu_step_kernels
 
     requests = kv_len.numel()
     few, _ = _few(group, split)
@@ -148,7 +148,7 @@ def schedule(
     walk, chunks = (
         torch.empty(requests + 1, dtype=torch.int32, device=kv_len.device) for _ in range(2)
     )
-    gpu_kernels.attention_schedule_kernel[(1,)](
+    gpu_step_kernels.attention_schedule_kernel[(1,)](
         query_start,
         kv_len,
         walk,

@@ -5,15 +5,11 @@
 One fp32 accumulator per output, the reduced axis ascending, never split; bias in
 fp32; one rounding.
 
-bf16 and fp16: the chain of Hopper's matrix instructions over 16-wide groups. fp32: a chain of IEEE
-FMAs, no TF32: the very bits of ``linear.chain.float32.cpu.v1``. Forward, dX and dW are the same
-class over K, N and tokens; dW cuts the tokens every DW_CHUNK rows and adds the chunks ascending in
-fp32.
+bf16, fp16: the chain of Hopper's matrix instructions over 16-wide groups; fp32: one chain of IEEE FMAs,
+no TF32. dX and dW are the same class; dW adds chunks of DW_CHUNK tokens ascending in fp32.
 
-Who computes: cuBLASLt with a pinned algorithm, once it gave the reference's bits at this very shape
-on data made to show a changed order; the class's own Triton kernels otherwise, also inside a graph
-capture that meets an unproved shape. ``decisions()`` says what serves where. Every tensor is copied
-first if it is not contiguous or not 16-byte aligned.
+cuBLASLt with a pinned algorithm serves a shape once it gave the reference's bits there on adversarial
+data; else our Triton kernels do. Unaligned tensors are copied. ``decisions()`` says what serves.
 
 Legend: M rows, N outputs, K reduced axis; forms nt (forward), nn (dX), tn (dW).
 """
@@ -393,22 +389,15 @@ for _dtype, _name in NAMES.items():
             formula="c[m, n] = round(sum_k a[m, k] b[n, k] + bias[n])",
             order="one fp32 accumulator per output, reduced axis ascending, never split",
             rounding="fp32 accumulator, bias added in fp32, one rounding to nearest even",
-            functions="fma"
-            if _name == "float32"
-            else "Hopper mma of 16-wide groups, fp32 accumulate",
+            functions={"float32": "fma"}.get(_name, "Hopper mma of 16-wide groups, fp32 sums"),
             reference="zeromismatch.kernels.linear.gpu:reference",
             gradient_rtol=1e-4 if _name == "float32" else 2e-2,
         )
     )
-    register_implementation(
-        Implementation(contract=_contract.id, name="dispatched", run=_dispatched, missing=missing)
-    )
+    _offered = {"dispatched": _dispatched}
     for _tile in {_own(m, n, _dtype) for m in (1, 32, 64, 256, 1024) for n in (1024, 8192)}:
+        _offered[_tile.name] = functools.partial(_offer, _tile)
+    for _served, _run in _offered.items():
         register_implementation(
-            Implementation(
-                contract=_contract.id,
-                name=_tile.name,
-                run=functools.partial(_offer, _tile),
-                missing=missing,
-            )
+            Implementation(contract=_contract.id, name=_served, run=_run, missing=missing)
         )
