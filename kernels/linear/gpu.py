@@ -2,8 +2,7 @@
 
     gemm.L.<dtype>.sm90.v1   c = round(sum_k a b + bias)
 
-One fp32 accumulator per output, the reduced axis ascending, never split; bias in
-fp32; one rounding.
+One fp32 accumulator per output, the reduced axis ascending, never split; bias in fp32; one rounding.
 
 bf16, fp16: the chain of Hopper's matrix instructions over 16-wide groups; fp32: one chain of IEEE FMAs,
 no TF32. dX and dW are the same class; dW adds chunks of DW_CHUNK tokens ascending in fp32.
@@ -30,8 +29,7 @@ from ..gpu.device import NAMES, aligned, missing, num_multiprocessors, require
 from .gpu_table import FP32, FP32_SMALL, REFERENCE, Tile, tile_for
 
 DW_CHUNK = 8192
-_CANDIDATES = 4
-_PROOF_ELEMENTS = 1 << 16
+_CANDIDATES, _PROOF_ELEMENTS = 4, 1 << 16
 _FORMS = ("nt", "nn", "tn")
 
 
@@ -394,9 +392,8 @@ for _dtype, _name in NAMES.items():
             gradient_rtol=1e-4 if _name == "float32" else 2e-2,
         )
     )
-    _offered = {"dispatched": _dispatched}
-    for _tile in {_own(m, n, _dtype) for m in (1, 32, 64, 256, 1024) for n in (1024, 8192)}:
-        _offered[_tile.name] = functools.partial(_offer, _tile)
+    _tiles = {_own(m, n, _dtype) for m in (1, 32, 64, 256, 1024) for n in (1024, 8192)}
+    _offered = {"dispatched": _dispatched} | {t.name: functools.partial(_offer, t) for t in _tiles}
     for _served, _run in _offered.items():
         register_implementation(
             Implementation(contract=_contract.id, name=_served, run=_run, missing=missing)
