@@ -8,8 +8,9 @@ of the call, starting from +0 or, with ``accumulate_into=``, from what earlier m
 so that a split batch has the bits of the whole. The autograd gradient is rounded once to the
 table's dtype.
 
-Left out on purpose: ``padding_idx``, ``max_norm`` and scaling by frequency, which no model here
-uses. ``pytest tests/kernels/embedding`` exercises it. Legend: T tokens, V vocabulary, H width.
+Left out on purpose: ``padding_idx`` (whoever applies the kernel detaches those rows, see
+``model_recipes/operators.py``), ``max_norm`` and scaling by frequency.
+``pytest tests/kernels/embedding`` exercises it. Legend: T tokens, V vocabulary, H width.
 """
 
 from typing import Any
