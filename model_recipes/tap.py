@@ -8,7 +8,7 @@ Tensors are shown one row per token: ``[B, S, ...]`` becomes ``[B * S, ...]``.
 """
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -53,22 +53,17 @@ class Tap:
         """This site runs on rows of its own next (a block of the head): calls count from 0."""
         self._counts.pop(site.name, None)
 
-    @contextlib.contextmanager
-    def site_code(self) -> Generator[None]:
+    def site_code(self) -> contextlib.AbstractContextManager[object]:
         """Everything in this block belongs to a site; the function watch does not see it.
 
         Function modes are switched off inside: a kernel asks its tensors for shapes and strides
         often enough for the watch to double its time.
         """
-        if not self.watching:
-            yield
-            return
-        self._depth += 1
-        try:
-            with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
-                yield
-        finally:
-            self._depth -= 1
+        return _SiteCode(self) if self.watching else _NOT_WATCHED
+
+    def enter_site(self, step: int) -> None:
+        """Count how deep in sites' own code the forward is: +1 on the way in, -1 on the way out."""
+        self._depth += step
 
     def observe(
         self,
@@ -91,8 +86,8 @@ class Tap:
                 SiteCall(
                     site=site,
                     call=count,
-                    inputs={name: tensor.detach() for name, tensor in inputs.items()},
-                    output=output.detach(),
+                    inputs={name: _shown(tensor) for name, tensor in inputs.items()},
+                    output=_shown(output),
                     weights=weights,
                     rerun=rerun,
                 )
@@ -143,6 +138,31 @@ class Tap:
         if tensor.shape[1] == tensor.shape[2] == tokens:
             return tensor.stride(1) < tensor.stride(2)
         return tensor.shape[1] != tokens and tensor.shape[2] == tokens
+
+
+class _SiteCode:
+    """See :meth:`Tap.site_code`; a class, because it is entered for every site of every step."""
+
+    __slots__ = ("functions", "tap")
+
+    def __init__(self, tap: Tap) -> None:
+        self.tap = tap
+        self.functions = torch._C.DisableTorchFunction()  # pyright: ignore[reportPrivateUsage]
+
+    def __enter__(self) -> None:
+        self.tap.enter_site(1)
+        self.functions.__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self.functions.__exit__(*error)
+        self.tap.enter_site(-1)
+
+
+_NOT_WATCHED = contextlib.nullcontext()
+
+
+def _shown(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _as_is(tensor: Tensor) -> Tensor:

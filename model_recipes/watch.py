@@ -9,6 +9,7 @@ per element. Everything else is *uncovered* (:mod:`.audit` reports it).
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,7 @@ _OTHER_NAMES = {
 _CLASSES = {"add": "add", "sub": "add", "mul": "mul", "div": "mul"}
 
 
+@functools.lru_cache(maxsize=4096)
 def function_name(function: Callable[..., Any]) -> str:
     """Plain name: ``add`` for ``Tensor.__iadd__``, ``add_`` and ``torch.add``."""
     name = getattr(function, "__name__", repr(function)).strip("_")
