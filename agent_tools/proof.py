@@ -1,9 +1,9 @@
 """The claims behind a recipe: rollout = trainer = decode alone, and still the right model.
 
 One rollout samples real tokens with everything on: continuous batching, chunked prefill, prefix
-cache. Then the trainer's packed forward and the rollout engine's plain decode score the same tokens.
-Each claim asserts its preconditions from the executed schedule, counts its tokens, and names a red
-control from the same run: stock kernels on the same tokens.
+cache. Then the trainer's packed forward and the rollout engine's plain decode score the same
+tokens. Each claim asserts its preconditions from the executed schedule, counts its tokens, and
+names a red control from the same run: stock kernels on the same tokens.
 
     proof = prove(load_model("smollm2-135m"), plan, prompts, pristine=load_model("smollm2-135m"))
     [claim.status for claim in proof.claims]
@@ -19,9 +19,8 @@ from typing import TypeVar
 from ..kernels.errors import InconclusiveError
 from ..model_recipes.models import LoadedModel
 from ..model_recipes.plan import Plan, stock_plan
-from ..trainer.engines.base import Policy, Request, Run, Scenario
+from ..trainer.engines.base import Policy, Request, Run
 from ..trainer.engines.paged import PagedEngine
-from ..trainer.engines.schedules import build_schedule
 from .accuracy import Accuracy, measure_accuracy, reference_logprobs
 from .report import Claim
 from .rollouts import TokenCount, batching_facts, compare_tokens, logprob_digest
@@ -136,13 +135,8 @@ def _sample(model: LoadedModel, plan: Plan, prompts: Sequence[Request]) -> Run:
 
 
 def _score(model: LoadedModel, plan: Plan, side: str, requests: Sequence[Request]) -> Run:
-    parsed = Side.parse(side)
-    runner = Runner(side=parsed, model=model, requests=tuple(requests), plan=plan)
-    with runner.engine() as engine:
-        schedule = build_schedule(parsed.schedule, requests, engine.state_specs())
-        return engine.run(
-            Scenario(model=model.spec, plan=plan.name, requests=tuple(requests), schedule=schedule)
-        )
+    runner = Runner(side=Side.parse(side), model=model, requests=tuple(requests), plan=plan)
+    return runner.run()
 
 
 def _claim(

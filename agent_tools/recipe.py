@@ -101,8 +101,8 @@ def environment_digest(environment: dict[str, Any]) -> str:
 def _precision(model: LoadedModel, proof: Proof) -> tuple[str, ...]:
     accuracy = proof.accuracy
     return (
-        f"Weights and activations are {dtype_name(model.dtype)}; every sum is accumulated in fp32 in "
-        "a fixed order, logits and logprobs are fp32.",
+        f"Weights and activations are {dtype_name(model.dtype)}; every sum is accumulated in fp32 "
+        "in a fixed order, logits and logprobs are fp32.",
         "Rotary tables are computed in fp64 and rounded once to fp32; stock computes them in fp32.",
         "exp, log and division are the CPU core's own, named in each contract.",
         f"Mean error of a logprob against fp64: {accuracy.ours.mean:.2e}, stock's is "

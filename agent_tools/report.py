@@ -10,7 +10,6 @@ Left out: computing anything (``localize`` does); the geometry of the plots is i
 """
 
 import errno
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import Field, ValidationError
 
 from ..kernels.errors import DiskError, UsageError
+from ..kernels.files import replace_whole
 from .plots import Bar, HeatDrawing, HeatMap, bars, draw_heat
 from .records import Culprit, Divergence, Record, Status
 
@@ -128,16 +128,11 @@ def write_report(path: Path, data: ReportData) -> Path:
 
 def write_whole(path: Path, text: str) -> Path:
     """Write a text file so that a reader never sees half of it."""
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        return replace_whole(path, text)
     except OSError as error:
-        part.unlink(missing_ok=True)
         what = "the disk is full" if error.errno == errno.ENOSPC else str(error.strerror)
         raise DiskError(f"cannot write {path}: {what}; free some room or use --out") from error
-    return path
 
 
 def render(data: ReportData) -> str:

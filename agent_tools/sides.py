@@ -136,7 +136,17 @@ class Runner:
         self.seconds = time.perf_counter() - started
         return trace
 
-    def _run(self, engine: AnyEngine, observer: Observer, only: Iterable[str] | None) -> Run:
+    def run(self) -> Run:
+        """Run without watching."""
+        with self.engine() as engine:
+            return self._run(engine)
+
+    def _run(
+        self,
+        engine: AnyEngine,
+        observer: Observer | None = None,
+        only: Iterable[str] | None = None,
+    ) -> Run:
         if self.schedule is None:
             self.schedule = engine.schedule(self.side.schedule, self.requests)
         schedule, requests = self.schedule, self.requests

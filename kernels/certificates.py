@@ -21,7 +21,6 @@ import importlib.metadata
 import inspect
 import os
 import platform
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +31,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from .contract import Contract, Implementation
 from .cpu.load import cpu_flags, library_digest
 from .errors import DiskError
+from .files import replace_whole
 
 SCHEMA_VERSION = 1
 
@@ -244,18 +244,9 @@ def save(certificate: Certificate, contract: Contract) -> Path:
     """Write a temporary file, then rename it; DiskError where that cannot be done."""
     path = path_of(contract, certificate.implementation, certificate.key)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w") as file:
-                file.write(certificate.model_dump_json(indent=1))
-            os.replace(name, path)
-        except OSError:
-            Path(name).unlink(missing_ok=True)
-            raise
+        return replace_whole(path, certificate.model_dump_json(indent=1))
     except OSError as error:
         raise DiskError(
             f"cannot store a certificate in {path.parent}: {error.strerror}; make room there, or "
             "set XDG_CACHE_HOME to a writable directory"
         ) from error
-    return path

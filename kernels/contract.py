@@ -1,9 +1,9 @@
 """Contracts: what a number is. Implementations: who may compute it.
 
-A **contract** fixes formula, reduction order, rounding points, dtypes and elementary functions of one
-operator. Its id carries a version; if its bits ever change, the id changes and CHANGELOG says so under
-Numerics. An **implementation** serves a contract only on a machine where :mod:`.dispatch` has proved
-it bit-equal to the contract's frozen reference.
+A **contract** fixes formula, reduction order, rounding points, dtypes and elementary functions of
+one operator. Its id carries a version; if its bits ever change, the id changes and CHANGELOG says
+so under Numerics. An **implementation** serves a contract only on a machine where :mod:`.dispatch` has
+proved it bit-equal to the contract's frozen reference.
 
     Contract(id="linear.chain.float32.cpu.v1", op="linear", dtype="float32", device="cpu", ...)
 
@@ -21,7 +21,7 @@ from .errors import ContractError
 class Contract:
     """The definition of one operator's bits on one kind of device.
 
-    id: ``<op>.<order>.<dtype>.<device>.v<n>``; device is ``cpu`` or an architecture such as ``sm90``.
+    id: ``<op>.<order>.<dtype>.<device>.v<n>``; device is ``cpu`` or an architecture (``sm90``).
     formula, order, rounding, functions: one sentence each; together they define the bits.
     reference: dotted path of the slow frozen definition, for example
         ``zeromismatch.kernels.reference.linear:linear``.
@@ -63,7 +63,9 @@ _IMPLEMENTATIONS: dict[str, list[Implementation]] = {}
 def register_contract(contract: Contract) -> Contract:
     """Add a contract; an id can be defined only once."""
     if contract.id in _CONTRACTS:
-        raise ContractError(f"contract {contract.id} is already registered; give the new one a new id")
+        raise ContractError(
+            f"contract {contract.id} is already registered; give the new one a new id"
+        )
     _CONTRACTS[contract.id] = contract
     _IMPLEMENTATIONS[contract.id] = []
     return contract
@@ -91,9 +93,15 @@ def implementations(contract_id: str) -> tuple[Implementation, ...]:
     return tuple(_IMPLEMENTATIONS[contract_id])
 
 
-def contracts(*, op: str | None = None, device: str | None = None, dtype: str | None = None) -> Iterator[Contract]:
+def contracts(
+    *, op: str | None = None, device: str | None = None, dtype: str | None = None
+) -> Iterator[Contract]:
     """Registered contracts, filtered; sorted by id."""
     for key in sorted(_CONTRACTS):
         contract = _CONTRACTS[key]
-        if op in (None, contract.op) and device in (None, contract.device) and dtype in (None, contract.dtype):
+        if (
+            op in (None, contract.op)
+            and device in (None, contract.device)
+            and dtype in (None, contract.dtype)
+        ):
             yield contract

@@ -13,8 +13,6 @@ runs a model: :mod:`.apply` does, and ``zm recipe show`` prints one.
 """
 
 import hashlib
-import os
-import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
@@ -22,6 +20,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..kernels.errors import DiskError, RecipeError
+from ..kernels.files import replace_whole
 from .plan import Plan
 
 FILE = "recipe.yaml"
@@ -182,23 +181,12 @@ def save_recipe(recipe: Recipe, folder: str | Path) -> Path:
     text = yaml.safe_dump(
         recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=100
     )
-    temporary = None
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=f".{FILE}.", dir=folder)
-        with os.fdopen(handle, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        Path(temporary).chmod(0o644)
-        Path(temporary).replace(folder / FILE)
+        return replace_whole(folder / FILE, text)
     except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
         raise DiskError(
             f"cannot write {folder / FILE}: {error}; free some space or choose another folder"
         ) from error
-    return folder / FILE
 
 
 def check_identity(recipe: Recipe, identity: ModelIdentity) -> None:

@@ -26,6 +26,7 @@ from pydantic import Field
 
 from ...model_recipes.plan import Plan
 from ...model_recipes.schema import ModelIdentity
+from ..recipe import environment_digest
 from ..records import Divergence, Record
 from ..rollouts import TokenCount
 
@@ -284,18 +285,12 @@ def digest_of(report: GateReport) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def mapping_digest(mapping: Mapping[str, str]) -> str:
-    """One digest over names and values."""
-    text = json.dumps(dict(mapping), sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
-
-
 def verify(report: GateReport) -> list[str]:
     """What is wrong with a report in itself: edited fields, verdicts that do not follow."""
     faults = []
     if digest_of(report) != report.digest:
         faults.append(f"its content has digest {digest_of(report)}, it says {report.digest}")
-    if mapping_digest(report.environment) != report.environment_digest:
+    if environment_digest(dict(report.environment)) != report.environment_digest:
         faults.append("its environment does not have its environment digest")
     if report.plan.digest != report.plan_digest:
         faults.append("its plan does not have its plan digest")

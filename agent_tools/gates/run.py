@@ -26,7 +26,7 @@ from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan, plan_from
 from ...trainer.engines.base import Request as Prompt
 from ..align import only_prompt
-from ..recipe import environment_of
+from ..recipe import environment_digest, environment_of
 from ..records import Record
 from ..scenarios import default_requests
 from . import cost, environment, gradient, inference, lifecycle, operators, scale, training
@@ -41,7 +41,6 @@ from .base import (
     changes,
     conclude,
     judge,
-    mapping_digest,
     seal,
     verify,
 )
@@ -201,7 +200,7 @@ def _report(
             plan=bench.plan,
             plan_digest=bench.plan.digest,
             environment=circumstances,
-            environment_digest=mapping_digest(circumstances),
+            environment_digest=environment_digest(circumstances),
             requests_digest=requests_digest(bench.prompts),
             gates=gates,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),

@@ -1,5 +1,6 @@
 """Triton program that merges the splits of a row, ascending (see ``gpu_kernels.py``)."""
 
+# ruff: noqa: E741  (l is the denominator's usual name)
 import triton
 import triton.language as tl
 

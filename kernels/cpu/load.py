@@ -1,7 +1,7 @@
 """Load the compiled CPU core (ctypes, no torch headers) and pick a variant of it.
 
-The shared library holds every operator three times: ``avx512``, ``avx2`` and ``portable``. All three
-have the same bits (``tests/kernels/cpu`` proves it), so the choice is speed only. ``make install``
+The shared library holds every operator three times: ``avx512``, ``avx2`` and ``portable``. All
+three have the same bits (each is proved before it serves): the choice is speed. ``make install``
 builds the library; without a C++ compiler the build is skipped and :func:`core` says what to do.
 
     >>> core().name                                   # doctest: +SKIP
@@ -32,12 +32,17 @@ class Core:
     library: ctypes.CDLL
 
     def call(self, function: str, *arguments: Any) -> None:
-        """Call a core function; tensors become pointers, ints int64, floats fp32, None a null pointer."""
+        """Call a core function: tensors become pointers, ints int64, floats fp32, None null."""
         entry = _entry(self.library, f"zm_{self.name}_{function}")
         entry(*[_convert(argument) for argument in arguments])
 
 
-_CONVERTERS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float, type(None): ctypes.c_void_p}
+_CONVERTERS = {
+    int: ctypes.c_int64,
+    bool: ctypes.c_int64,
+    float: ctypes.c_float,
+    type(None): ctypes.c_void_p,
+}
 
 
 def _convert(argument: Any) -> Any:
@@ -45,7 +50,9 @@ def _convert(argument: Any) -> Any:
     if converter is not None:
         return converter(argument)
     if not isinstance(argument, torch.Tensor):
-        raise ContractError(f"the CPU core takes tensors and numbers, not {type(argument).__name__}; convert it")
+        raise ContractError(
+            f"the CPU core takes tensors and numbers, not {type(argument).__name__}; convert it"
+        )
     if not argument.is_contiguous() or not argument.is_cpu:
         raise ContractError(
             "the CPU core takes contiguous CPU tensors; call .contiguous() first "
@@ -114,7 +121,9 @@ def core(variant: str | None = None) -> Core:
     usable = available_variants()
     name = variant or usable[0]
     if name not in usable:
-        raise CapabilityError(f"variant {name!r} does not run here; choose one of {', '.join(usable)}")
+        raise CapabilityError(
+            f"variant {name!r} does not run here; choose one of {', '.join(usable)}"
+        )
     return Core(name, _library())
 
 

@@ -2,13 +2,13 @@
 
     gemm.L.<dtype>.sm90.v1   c = round(sum_k a b + bias)
 
-One fp32 accumulator per output, the reduced axis ascending, never split; bias in fp32; one rounding.
+One fp32 accumulator per output, reduced axis ascending, never split; bias in fp32; one rounding.
 
-bf16, fp16: the chain of Hopper's matrix instructions over 16-wide groups; fp32: one chain of IEEE FMAs,
-no TF32. dX and dW are the same class; dW adds chunks of DW_CHUNK tokens ascending in fp32.
+bf16, fp16: the chain of Hopper's matrix instructions over 16-wide groups; fp32: one chain of IEEE
+FMAs, no TF32. dX and dW are the same class; dW adds chunks of DW_CHUNK tokens ascending in fp32.
 
-cuBLASLt with a pinned algorithm serves a shape once it gave the reference's bits there on adversarial
-data; else our Triton kernels do. Unaligned tensors are copied. ``decisions()`` says what serves.
+cuBLASLt with a pinned algorithm serves a shape once it gave the reference's bits there on
+adversarial data; else our Triton kernels do. Unaligned tensors are copied.
 
 Legend: M rows, N outputs, K reduced axis; forms nt (forward), nn (dX), tn (dW).
 """

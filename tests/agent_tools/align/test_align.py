@@ -18,8 +18,7 @@ from zeromismatch.model_recipes.apply import apply
 from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.model_recipes.plan import aligned_plan, stock_plan
 from zeromismatch.model_recipes.schema import load_recipe
-from zeromismatch.trainer.engines.base import Run, Scenario
-from zeromismatch.trainer.engines.schedules import build_schedule
+from zeromismatch.trainer.engines.base import Run
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +27,7 @@ def model() -> LoadedModel:
 
 
 def score(model: LoadedModel, plan: str, side: str, requests: tuple) -> Run:
-    parsed = Side.parse(side)
-    runner = Runner(side=parsed, model=model, requests=requests, plan=plan)
-    with runner.engine() as engine:
-        schedule = build_schedule(parsed.schedule, requests, engine.state_specs())
-        return engine.run(
-            Scenario(model=model.spec, plan=plan, requests=requests, schedule=schedule)
-        )
+    return Runner(side=Side.parse(side), model=model, requests=requests, plan=plan).run()
 
 
 def test_a_model_goes_from_red_to_a_recipe_that_a_second_model_can_adopt(

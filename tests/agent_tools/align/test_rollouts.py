@@ -1,4 +1,4 @@
-"""Reading runs: bits decide, nothing compared is never equal, preconditions come from the schedule."""
+"""Reading runs: bits decide, nothing compared is never equal, schedules give preconditions."""
 
 import struct
 
