@@ -2,8 +2,8 @@
 
 A **contract** fixes formula, reduction order, rounding points, dtypes and elementary functions of
 one operator. Its id carries a version; if its bits ever change, the id changes and CHANGELOG says
-so under Numerics. An **implementation** serves a contract only on a machine where :mod:`.dispatch` has
-proved it bit-equal to the contract's frozen reference.
+so under Numerics. An **implementation** serves a contract only on a machine where
+:mod:`.dispatch` has proved it bit-equal to the contract's frozen reference.
 
     Contract(id="linear.chain.float32.cpu.v1", op="linear", dtype="float32", device="cpu", ...)
 
