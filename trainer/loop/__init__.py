@@ -1,0 +1,1 @@
+"""Asynchronous REINFORCE Zero: rollouts, learner and publication at the same time."""

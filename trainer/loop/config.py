@@ -1,0 +1,95 @@
+"""The settings of a training run, as a user writes them and as a run folder keeps them.
+
+    TrainConfig(recipe="model_recipes/tiny/qwen3", task="...", updates=300, lag=8)
+
+A resumed run must have the same settings, except for those in :data:`MAY_CHANGE`.
+"""
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAY_CHANGE = frozenset({"updates", "checkpoint_every", "wait_seconds", "task_seconds"})
+"""They decide when a run stops or gives up, not what it computes."""
+
+
+class TrainConfig(BaseModel):
+    """See the module. Unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    recipe: str
+    """Recipe folder or file: model, dtype and plan."""
+    task: str
+    """Where prompts and rewards come from."""
+    updates: int = Field(default=100, ge=1)
+    """Optimiser steps in all."""
+    lag: int = Field(default=1, ge=0)
+    """L: no token is older than this many versions when its gradient is taken."""
+    mode: Literal["deterministic", "free"] = "deterministic"
+    """deterministic: update u learns from version max(0, u - L) exactly, whatever the timing. free:
+    workers take the newest version."""
+    partial: Literal["forbidden", "recorded"] = "forbidden"
+    """Whether a publication waits for running responses, or goes in between two of their steps: then
+    the rest is drawn from the new version, after a new prefill, and each token says which."""
+    loss: str = "reinforce_zero"
+    """Another one is for comparison only."""
+    groups: int = Field(default=4, ge=1)
+    """Prompts per update."""
+    group_size: int = Field(default=4, ge=1)
+    """Responses per prompt."""
+    max_new_tokens: int = Field(default=16, ge=1)
+    """Of one turn, where the prompt does not say."""
+    max_turns: int = Field(default=4, ge=1)
+    """Model turns of one response at most."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Of sampling and of scoring alike."""
+    learning_rate: float = Field(default=1e-4, gt=0)
+    """After warm-up."""
+    warmup: int = Field(default=0, ge=0)
+    """Updates over which the learning rate rises from 0, linearly."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """AdamW's."""
+    epsilon: float = Field(default=1e-8, gt=0)
+    """AdamW's."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """AdamW's."""
+    max_gradient_norm: float | None = Field(default=None, gt=0)
+    """Scale the whole gradient down to this norm; None leaves it as it is."""
+    max_rows: int | None = Field(default=2048, ge=1)
+    """Tokens of one micro-batch; changes no bit."""
+    audit: int = Field(default=2, ge=1)
+    """Responses of every update that the trainer scores again under their own version."""
+    seed: int = Field(default=0, ge=0)
+    """Of prompts, sampling and audits."""
+    shuffle_rewards: bool = False
+    """Control: rewards are dealt out at random over an update's responses. Nothing can be learned."""
+    workers: int = Field(default=1, ge=1)
+    """Rollout engines."""
+    placement: Literal["threads", "processes", "ray"] = "threads"
+    """Where they run."""
+    checkpoint_every: int = Field(default=10, ge=1)
+    """Updates between two checkpoints."""
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """No wait for a worker or a batch lasts longer."""
+    task_seconds: float = Field(default=60.0, gt=0)
+    """No call of the task lasts longer."""
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> "TrainConfig":
+        if self.mode == "deterministic" and self.partial == "recorded":
+            raise ValueError(
+                "in deterministic mode every response comes from one version; use mode free, or "
+                "partial forbidden"
+            )
+        return self
+
+
+def differences(kept: TrainConfig, asked: TrainConfig) -> list[str]:
+    """Every setting that differs and may not, as ``name: kept -> asked``."""
+    ours, theirs = kept.model_dump(), asked.model_dump()
+    return [
+        f"{name}: {ours[name]} -> {theirs[name]}"
+        for name in ours
+        if ours[name] != theirs[name] and name not in MAY_CHANGE
+    ]
