@@ -30,8 +30,8 @@ class TrainConfig(BaseModel):
     """deterministic: update u learns from version max(0, u - L) exactly, whatever the timing. free:
     workers take the newest version."""
     partial: Literal["forbidden", "recorded"] = "forbidden"
-    """Whether a publication waits for running responses, or goes in between two of their steps: then
-    the rest is drawn from the new version, after a new prefill, and each token says which."""
+    """Whether a publication waits for running responses, or goes in between two of their steps;
+    then the rest is drawn from the new version, after a new prefill, and each token says which."""
     loss: str = "reinforce_zero"
     """Another one is for comparison only."""
     groups: int = Field(default=4, ge=1)
@@ -63,7 +63,7 @@ class TrainConfig(BaseModel):
     seed: int = Field(default=0, ge=0)
     """Of prompts, sampling and audits."""
     shuffle_rewards: bool = False
-    """Control: rewards are dealt out at random over an update's responses. Nothing can be learned."""
+    """Control: an update's rewards are dealt out at random, so that nothing can be learned."""
     workers: int = Field(default=1, ge=1)
     """Rollout engines."""
     placement: Literal["threads", "processes", "ray"] = "threads"

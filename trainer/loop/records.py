@@ -40,10 +40,11 @@ class Prompt:
 class Trajectory:
     """One response to a prompt, all turns.
 
-    id: ``"group/member"``, the same in every run of this seed. tokens: prompt, model turns and what
-    the task said between them. sampled_mask: True where the policy sampled the token. turns: (start,
-    stop) of each model turn. logprob_bits, versions: one entry per sampled token, in order: the int32
-    view of its fp32 logprob, and the weight version that drew it. reward: None until it is scored.
+    id: ``"group/member"``, the same in every run of this seed. tokens: prompt, model turns and
+    what the task said between them. sampled_mask: True where the policy sampled the token. turns:
+    (start, stop) of each model turn. logprob_bits, versions: one entry per sampled token, in order:
+    the int32 view of its fp32 logprob, and the weight version that drew it. reward: None until it
+    is scored.
 
         Trajectory(id="3/0", group=3, prompt=Prompt(tokens=(1, 17)), tokens=(1, 17, 9),
                    sampled_mask=(False, False, True), turns=((2, 3),),
@@ -71,11 +72,11 @@ class Trajectory:
 class Batch:
     """The action tokens of one update (or of one micro-batch of whole responses of it).
 
-    version: k, the learner's version whose gradient is taken. mu: fp32 [N]. versions: int32 [N], the
-    version that drew each token. response: int64 [N], row of the per-response tensors. lengths: int64
-    [B], T_i, action tokens of the whole response. rewards: fp64 [B]. group: int64 [B]. advantages:
-    fp32 [B]. num_responses: B of the *whole update*, also in a micro-batch: c_i = 1/(B T_i) is fixed
-    before anything is split.
+    version: k, the learner's version whose gradient is taken. mu: fp32 [N]. versions: int32 [N],
+    the version that drew each token. response: int64 [N], row of the per-response tensors. lengths:
+    int64 [B], T_i, action tokens of the whole response. rewards: fp64 [B]. group: int64 [B].
+    advantages: fp32 [B]. num_responses: B of the *whole update*, also in a micro-batch:
+    c_i = 1/(B T_i) is fixed before anything is split.
     """
 
     version: int
@@ -93,8 +94,8 @@ class Batch:
 class LossOutput:
     """What a loss makes of a batch.
 
-    loss: 0-dim, whose gradient with respect to ``logp`` is used; micro-batches' losses add up to the
-    update's. weights: fp32 [N], detached: the ratio w = exp(logp - mu) of each token, as it is.
+    loss: 0-dim, whose gradient with respect to ``logp`` is used; micro-batches' losses add up to
+    the update's. weights: fp32 [N], detached: the ratio w = exp(logp - mu) of each token, as it is.
     rejected: bool [N]: tokens that a comparison recipe gives no gradient; all False for ours.
     """
 
