@@ -69,6 +69,19 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Head:
+    """The rollout's likeliest tokens at each position, for the one loss that asks for them.
+
+    ids: int64 [N, H]. mu, logp: fp32 [N, H], as the rollout recorded and the learner computes them,
+    the latter with grad.
+    """
+
+    ids: Tensor
+    mu: Tensor
+    logp: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """The action tokens of one update (or of one micro-batch of whole responses of it).
 
@@ -76,7 +89,8 @@ class Batch:
     the version that drew each token. response: int64 [N], row of the per-response tensors. lengths:
     int64 [B], T_i, action tokens of the whole response. rewards: fp64 [B]. group: int64 [B].
     advantages: fp32 [B]. num_responses: B of the *whole update*, also in a micro-batch:
-    c_i = 1/(B T_i) is fixed before anything is split.
+    c_i = 1/(B T_i) is fixed before anything is split. old (fp32 [N], the trainer's logprobs under
+    the version that drew each token) and head: only where a comparison loss needs them.
     """
 
     version: int
@@ -88,6 +102,8 @@ class Batch:
     group: Tensor
     advantages: Tensor
     num_responses: int
+    old: Tensor | None = None
+    head: Head | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
