@@ -7,5 +7,6 @@
 #include "digest.h"
 #include "sampling.h"
 #include "rows.h"
+#include "moe.h"
 #include "attention.h"
 #include "attention_backward.h"
