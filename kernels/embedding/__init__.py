@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from . import cpu as cpu  # registers the contracts
@@ -72,15 +73,16 @@ def _gather(ids_T: Tensor, weight: Tensor) -> Tensor:
 class _Embedding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids_T: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(ids_T)
-        ctx.vocabulary, ctx.dtype = weight.shape[0], weight.dtype
+        ctx.save_for_backward(ids_T, weight)
         return _gather(ids_T, weight)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[None, Tensor]:
-        (ids_T,) = ctx.saved_tensors
-        return None, grad_weight(grad_TH, ids_T, ctx.vocabulary).to(ctx.dtype)
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[None, Tensor | None]:
+        ids_T, weight = ctx.saved_tensors
+        chain = chain_of(weight, "embedding")
+        total = grad_weight(grad_TH, ids_T, weight.shape[0], accumulate_into=chain)
+        return None, total.to(weight.dtype) if chain is None else None
 
 
 def _check(ids: Tensor, weight: Tensor) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from . import cpu as cpu  # registers the contracts
@@ -121,24 +122,41 @@ class _Linear(torch.autograd.Function):
         ctx: Any, op: str, x_TK: Tensor, weight: Tensor, bias: Tensor | None, *rounding: torch.dtype
     ) -> Tensor:
         x_TK = x_TK.contiguous()
-        ctx.save_for_backward(x_TK, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        ctx.save_for_backward(x_TK, weight, bias)
+        ctx.op = op
         with scoped(weight, trains=ctx.needs_input_grad[2]):
             return choose(contract_id(op, x_TK.dtype)).run(x_TK, weight, bias, *rounding)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight = ctx.saved_tensors
+        x_TK, weight, bias = ctx.saved_tensors
         _, wants_x, wants_weight, wants_bias, *rounding = ctx.needs_input_grad
         grad_TN = grad_TN.contiguous()
         return (
             None,
             grad_input(grad_TN, weight) if wants_x else None,
-            grad_weight(grad_TN, x_TK, out_dtype=weight.dtype) if wants_weight else None,
-            grad_bias(grad_TN, out_dtype=ctx.bias_dtype) if wants_bias else None,
+            _continued_weight(ctx.op, grad_TN, x_TK, weight) if wants_weight else None,
+            _continued_bias(ctx.op, grad_TN, bias) if wants_bias else None,
             *(None for _ in rounding),
         )
+
+
+def _continued_weight(op: str, grad_TN: Tensor, x_TK: Tensor, weight: Tensor) -> Tensor | None:
+    """The weight's gradient, or None after continuing the chain that micro-batches share."""
+    chain = chain_of(weight, op)
+    if chain is None:
+        return grad_weight(grad_TN, x_TK, out_dtype=weight.dtype)
+    grad_weight(grad_TN, x_TK, accumulate_into=chain)
+    return None
+
+
+def _continued_bias(op: str, grad_TN: Tensor, bias: Tensor) -> Tensor | None:
+    chain = chain_of(bias, op)
+    if chain is None:
+        return grad_bias(grad_TN, out_dtype=bias.dtype)
+    grad_bias(grad_TN, accumulate_into=chain)
+    return None
 
 
 def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:

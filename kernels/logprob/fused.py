@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..linear import check as check_linear
@@ -99,8 +100,8 @@ class _LmHeadLogprob(torch.autograd.Function):
         h_TH, weight_VH, bias_V, *row_tensors = ctx.saved_tensors
         wants_h, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_h = torch.empty_like(h_TH) if wants_h else None
-        d_weight = torch.zeros(weight_VH.shape, dtype=torch.float32) if wants_weight else None
-        d_bias = torch.zeros(weight_VH.shape[0], dtype=torch.float32) if wants_bias else None
+        d_weight, own_weight = _start(weight_VH, wants_weight)
+        d_bias, own_bias = _start(bias_V, wants_bias)
         head = choose(contract_id("lm_head", h_TH.dtype)).run
         grad_T = grad_T.contiguous()
         with scoped(weight_VH, trains=wants_weight):
@@ -116,8 +117,18 @@ class _LmHeadLogprob(torch.autograd.Function):
                     grad_bias(d_logits, accumulate_into=d_bias)
         return (
             d_h,
-            None if d_weight is None else d_weight.to(weight_VH.dtype),
-            None if d_bias is None or bias_V is None else d_bias.to(bias_V.dtype),
+            d_weight.to(weight_VH.dtype) if d_weight is not None and own_weight else None,
+            d_bias.to(bias_V.dtype) if d_bias is not None and own_bias else None,
             None,
             None,
         )
+
+
+def _start(weight: Tensor | None, wanted: bool) -> tuple[Tensor | None, bool]:
+    """Where a gradient is summed, and whether autograd gets it: not if micro-batches share it."""
+    if weight is None or not wanted:
+        return None, False
+    chain = chain_of(weight, "lm_head")
+    if chain is not None:
+        return chain, False
+    return torch.zeros(weight.shape, dtype=torch.float32), True

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..accumulation import chain_of
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
@@ -109,5 +110,9 @@ class _RMSNorm(torch.autograd.Function):
         s, weight = ctx.saved_tensors
         eps, unit_offset, has_residual = ctx.settings
         ds = grads[1] if has_residual else None
-        dx, dw = rmsnorm_backward(grads[0], s, weight, eps, unit_offset=unit_offset, ds=ds)
-        return dx, dx if has_residual else None, dw.to(weight.dtype), None, None
+        chain = chain_of(weight, "rmsnorm") if ctx.needs_input_grad[2] else None
+        dx, dw = rmsnorm_backward(
+            grads[0], s, weight, eps, unit_offset=unit_offset, ds=ds, accumulate_into=chain
+        )
+        own = dw.to(weight.dtype) if chain is None else None
+        return dx, dx if has_residual else None, own, None, None
