@@ -118,7 +118,7 @@ class _LmHeadLogprob(torch.autograd.Function):
         return (
             d_h,
             d_weight.to(weight_VH.dtype) if d_weight is not None and own_weight else None,
-            d_bias.to(bias_V.dtype) if d_bias is not None and own_bias else None,
+            None if d_bias is None or bias_V is None or not own_bias else d_bias.to(bias_V.dtype),
             None,
             None,
         )
