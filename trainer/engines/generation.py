@@ -2,10 +2,11 @@
 
 A token's noise is keyed by its request's seed, its position and the token id, so what is drawn does
 not depend on the batch; its logprob is taken from the same logits and recorded with the weight
-version that computed them.
+version that computed them. New weights may go in between two steps: whatever is cached is dropped,
+running requests are prefilled again from their tokens, and draw on from the new version.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from ...kernels.errors import UsageError
 from ...kernels.sampling import sample
 from ...model_recipes.operators import logprob_function
 from .admission import check_requests
-from .base import Policy, Request, Sample, Step
+from .base import Policy, Publish, Request, Sample, Step
 from .execution import Execution
 from .rows import (
     HEAD_ROWS,
@@ -51,8 +52,12 @@ def generate(
     requests: Sequence[Request],
     tokens: Mapping[str, list[int]],
     policy: Policy,
+    between: Callable[[], Publish | None] | None = None,
 ) -> list[Sample]:
-    """Run until every request is finished; appends to ``tokens`` and returns the sampled tokens."""
+    """Run until every request is finished; appends to ``tokens`` and returns the sampled tokens.
+
+    between: asked before every step but the first for staged weights to install.
+    """
     named = {request.id: request for request in requests}
     scheduler = Scheduler(
         requests,
@@ -72,6 +77,10 @@ def generate(
             fresh += _draw(execution, hidden, places[first : first + HEAD_ROWS], named)
         scheduler.advance(step, {entry.request: entry.token for entry in fresh})
         drawn += fresh
+        event = between() if between is not None and scheduler.unfinished else None
+        if event is not None:
+            execution.apply(event)
+            scheduler.publish(event.version)
     return drawn
 
 

@@ -14,7 +14,7 @@ that reaches the attention function. The parts: ``pages.py`` (who holds which pa
 policy), ``generation.py`` (drawing tokens), ``weights.py`` (publication).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -136,11 +136,16 @@ class PagedEngine:
         requests: Sequence[Request],
         policy: Policy | None = None,
         observer: Observer | None = None,
+        *,
+        between: Callable[[], Publish | None] | None = None,
     ) -> Run:
         """Sample up to ``max_new_tokens`` per request with continuous batching.
 
-        The run's samples are the sampled tokens; its ``executed`` schedule, run on its
-        ``requests``, gives the same bits. Raises before any work when a request can never fit.
+        ``between`` is asked between steps for staged weights (:meth:`stage`) to install; each
+        sample says which version drew it. The run's samples are the sampled tokens; its
+        ``executed`` schedule, run on its ``requests``, gives the same bits (tokens that were drawn
+        before such an installation are scored again under the later version). Raises before any
+        work when a request can never fit.
         """
         policy = policy or Policy()
         check_generation(self.name, requests, policy, self.loaded.config)
@@ -148,7 +153,7 @@ class PagedEngine:
         tokens = {request.id: list(request.tokens) for request in requests}
         execution = self._execution(tokens, num_pages, 0, observer)
         with observed(self.instrument, observer):
-            samples = generate(execution, requests, tokens, policy)
+            samples = generate(execution, requests, tokens, policy, between)
         return Run(
             scenario=Scenario(
                 model=self.loaded.spec,

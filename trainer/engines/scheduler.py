@@ -74,9 +74,14 @@ class Scheduler:
         self.running: list[InFlight] = []
         self.idle: dict[str, InFlight] = {}  # finished; their pages serve as prefix cache
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether any request still has tokens to draw."""
+        return bool(self.running or self.waiting)
+
     def next_step(self) -> Step | None:
         """The next step, its pages taken; None when all requests are finished."""
-        if not self.running and not self.waiting:
+        if not self.unfinished:
             return None
         room = self.policy.max_step_tokens
         chosen: dict[str, Slice] = {}
@@ -111,6 +116,18 @@ class Scheduler:
                 self.idle[flight.id] = flight
                 if not self.policy.prefix_cache:
                     self._evict(flight.id)
+
+    def publish(self, version: int) -> None:
+        """New weights are installed: nothing is cached, and whoever ran starts over, in order."""
+        self.version = version
+        self.prefixes.clear()
+        self.idle.clear()
+        again = sorted([*self.running, *self.waiting], key=lambda flight: flight.order)
+        for flight in again:
+            flight.computed, flight.preempted = 0, False
+            flight.keys.clear()
+        self.waiting = deque(again)
+        self.running = []
 
     def _keys(self, flight: InFlight) -> list[bytes]:
         adapter = flight.request.adapter

@@ -123,7 +123,10 @@ class LossOutput:
 class Loss(Protocol):
     """A loss over action tokens. Pure: no state, no I/O, nothing random."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What a config calls it."""
+        ...
 
     def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
         """fp32 [B] from fp64 [B] rewards and int64 [B] groups, over the whole update."""
@@ -138,7 +141,10 @@ class Loss(Protocol):
 class Task(Protocol):
     """Where prompts and rewards come from. Must pickle: workers may be other processes."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        ...
 
     def prompt(self, index: int, rng: random.Random) -> Prompt:
         """Prompt number ``index`` of the data order.
@@ -182,7 +188,8 @@ class UpdateFacts:
     batch, logp (fp32 [N]), output: the whole update's, detached. audit: the kernel term's evidence.
     gradient_norm: before any clipping. cap: L. rollout_seconds, train_seconds, sync_seconds,
     wait_seconds, blocked_seconds: rollout work, gradient and optimiser, publication, the learner's
-    waiting for samples, the producers' waiting for room. tokens: rows the learner computed.
+    waiting for samples, the producers' waiting for room. tokens: rows the learner computed. after:
+    fp32 [N], the same tokens' logprobs under the weights after the update, where it was asked for.
     """
 
     batch: Batch
@@ -199,3 +206,4 @@ class UpdateFacts:
     blocked_seconds: float
     tokens: int
     weights_root: str
+    after: Tensor | None = None

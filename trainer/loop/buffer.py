@@ -1,0 +1,143 @@
+"""The work buffer: which group may start, on which version, and when an update is complete.
+
+Group n belongs to update u = n // groups. There are ``(lag + 1) * groups`` slots; group n takes
+slot ``n % slots`` and may start only when the group before it in that slot has been learned from
+*and* the version it led to is published. That is the same as ``u - published <= lag``, so no token
+can be older than ``lag`` when its gradient is taken: where there is no free slot producers wait.
+Nothing is dropped, nothing overtakes: the learner waits for the oldest group.
+
+In deterministic mode group n starts on version max(0, u - lag), whatever the timing; in free mode
+on the newest published one.
+
+    claim = buffer.claim(4, timeout=600)      # a producer
+    buffer.put(claim.groups[0], group)
+    groups = buffer.take(update, timeout=600) # the learner
+    buffer.published(version)
+"""
+
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ...kernels.errors import BudgetError, UsageError
+
+G = TypeVar("G")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """Groups to generate, all of one update, and the version to start on."""
+
+    groups: tuple[int, ...]
+    version: int
+
+
+class Closed(Exception):
+    """The run is over or has failed: whoever waits, stop."""
+
+
+class WorkBuffer(Generic[G]):
+    """See the module. ``held``: groups that arrived before (a resumed run)."""
+
+    def __init__(
+        self,
+        *,
+        groups: int,
+        lag: int,
+        updates: int,
+        version: int = 0,
+        deterministic: bool = True,
+        held: Mapping[int, G] | None = None,
+    ) -> None:
+        self.groups, self.lag = groups, lag
+        self.version = version
+        self.deterministic = deterministic
+        self.blocked_seconds = 0.0
+        self._last = updates * groups
+        self._arrived: dict[int, G] = dict(held or {})
+        first = version * groups
+        self._waiting = [n for n in range(first, self._last) if n not in self._arrived]
+        self._waiting.reverse()  # the next to start is at the end
+        self._started: dict[int, int] = {}
+        self._changed = threading.Condition()
+        self._failure: BaseException | None = None
+        self._closed = False
+
+    def claim(self, count: int, *, timeout: float) -> Claim:
+        """Up to ``count`` groups of one update that may start now; waits for room.
+
+        Raises Closed when there is nothing left to start, BudgetError after ``timeout`` seconds.
+        """
+        began = time.monotonic()
+        with self._changed:
+            self._wait(self._may_start, timeout, "for room in the work buffer")
+            self.blocked_seconds += time.monotonic() - began
+            if not self._waiting:
+                raise Closed
+            update = self._waiting[-1] // self.groups
+            claimed: list[int] = []
+            while self._waiting and len(claimed) < count:
+                if self._waiting[-1] // self.groups != update:
+                    break
+                claimed.append(self._waiting.pop())
+            start = max(0, update - self.lag) if self.deterministic else self.version
+            self._started.update(dict.fromkeys(claimed, start))
+            return Claim(groups=tuple(claimed), version=start)
+
+    def put(self, group: int, content: G) -> None:
+        """A started group is complete."""
+        with self._changed:
+            if group not in self._started:
+                raise UsageError(
+                    f"group {group} was not claimed or arrived twice; claim it before it is put"
+                )
+            del self._started[group]
+            self._arrived[group] = content
+            self._changed.notify_all()
+
+    def take(self, update: int, *, timeout: float) -> list[G]:
+        """The groups of an update, in order; waits until all are there."""
+        wanted = range(update * self.groups, (update + 1) * self.groups)
+        with self._changed:
+            self._wait(
+                lambda: all(n in self._arrived for n in wanted),
+                timeout,
+                f"for the groups of update {update}",
+            )
+            return [self._arrived.pop(n) for n in wanted]
+
+    def published(self, version: int) -> None:
+        """``version`` may be installed from now on; its update's slots are free."""
+        with self._changed:
+            self.version = version
+            self._changed.notify_all()
+
+    def oldest_needed(self) -> int:
+        """No version below this one will be installed or looked at again."""
+        with self._changed:
+            needed = [self.version, *self._started.values()]
+            if self.deterministic and self._waiting:
+                needed.append(max(0, self._waiting[-1] // self.groups - self.lag))
+            return min(needed)
+
+    def close(self, failure: BaseException | None = None) -> None:
+        """Whoever waits gets ``failure``, or Closed."""
+        with self._changed:
+            self._closed = True
+            self._failure = self._failure or failure
+            self._changed.notify_all()
+
+    def _may_start(self) -> bool:
+        return not self._waiting or self._waiting[-1] // self.groups - self.lag <= self.version
+
+    def _wait(self, ready: "threading._PredicateType", timeout: float, what: str) -> None:  # pyright: ignore
+        if not self._changed.wait_for(lambda: self._closed or ready(), timeout):
+            raise BudgetError(
+                f"waited {timeout:.0f} s {what}; raise wait_seconds, or look at what the workers do"
+            )
+        if self._failure is not None:
+            raise self._failure
+        if self._closed:
+            raise Closed

@@ -1,0 +1,294 @@
+"""The loop on one page: producers, learner and publication at the same time.
+
+    outcome = train(Setup(...), Path("runs/1"), sink=writer.update)
+
+Producers claim groups from the work buffer, have a worker generate them, have a slice audited,
+write them to the journal and put them back. The learner takes the oldest complete update, checks
+its lag, steps, checks the kernel term, publishes the new version and writes a checkpoint when one
+is due. Whatever fails anywhere ends the run with its own error; ``resume=True`` goes on from the
+last checkpoint, the journal and the published versions: in deterministic mode with the bits of the
+run that was never interrupted, in free mode without losing a group that had arrived.
+
+``pytest tests/trainer/loop`` exercises it; the command is ``zm train``.
+"""
+
+import contextlib
+import copy
+import random
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ...kernels.errors import CapabilityError, MisalignedError
+from ...model_recipes.models import LoadedModel, load_model
+from ...model_recipes.plan import Plan
+from ..losses.catalogue import loss_named
+from .audit import Auditor, Group, audit_of, old_of, require_zero
+from .buffer import Closed, WorkBuffer
+from .config import TrainConfig
+from .export import export
+from .folder import RunFolder
+from .hosts import HOSTS, Host, ThreadHost, WorkerDied
+from .learner import Learner
+from .records import Task, Trajectory, UpdateFacts
+from .worker import Generated, WorkerSpec
+
+RESTARTS = 3
+"""How often one claim may lose its worker before the run gives up."""
+
+Sink = Callable[[UpdateFacts], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is trained, on what. ``model``, ``dtype``, ``model_seed``: for ``load_model``."""
+
+    model: str
+    plan: Plan
+    task: Task
+    config: TrainConfig
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    model_seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """How a run ended. weights_root: digest of the last version. resumed_at: where it went on."""
+
+    version: int
+    weights_root: str
+    resumed_at: int
+    seconds: float
+    export: Path
+    notes: tuple[str, ...] = ()
+
+
+def train(
+    setup: Setup, folder: Path, *, resume: bool = False, sink: Sink = lambda facts: None
+) -> Outcome:
+    """Run to ``config.updates`` updates, then export. ``sink`` gets every update's facts."""
+    began = time.perf_counter()
+    with contextlib.closing(RunFolder(folder, setup.config, resume=resume)) as opened:
+        run = _Run(setup, opened)
+        try:
+            resumed_at = run.learner.version
+            run.to_the_end(sink)
+            root = run.root
+        finally:
+            run.close()
+        return Outcome(
+            version=run.learner.version,
+            weights_root=root,
+            resumed_at=resumed_at,
+            seconds=time.perf_counter() - began,
+            export=export(run.learner.model, folder / "export"),
+            notes=run.notes,
+        )
+
+
+class _Run:
+    """One run's parts, and the threads between them."""
+
+    def __init__(self, setup: Setup, folder: RunFolder) -> None:
+        self.setup, self.config, self.folder = setup, setup.config, folder
+        config, loss = setup.config, loss_named(setup.config.loss)
+        if loss.needs_head:
+            raise CapabilityError(
+                f"loss {loss.name} needs the rollout's head of the vocabulary, which workers do "
+                "not record; use another loss"
+            )
+        base = load_model(setup.model, dtype=setup.dtype, seed=setup.model_seed)
+        self.copies = {name: _copy(base) for name in ("auditor", "worker")}
+        self.learner = Learner(base, setup.plan, config, loss)
+        self.auditor = Auditor(
+            self.copies["auditor"], setup.plan, config, folder.versions, everything=loss.needs_old
+        )
+        self.needs_old = loss.needs_old
+        found = folder.checkpoints.load()
+        self.notes = () if found is None else found.damaged
+        if found is not None:
+            self.learner.load(found.state, found.version)
+        version = self.learner.version
+        folder.versions.drop_after(version - 1)
+        self.root = folder.versions.publish(self.learner.weights(), version)
+        self.buffer: WorkBuffer[Group] = WorkBuffer(
+            groups=config.groups,
+            lag=config.lag,
+            updates=config.updates,
+            version=version,
+            deterministic=config.mode == "deterministic",
+            held=folder.journal.held(),
+        )
+        self.spec = WorkerSpec(
+            model=setup.model,
+            dtype=setup.dtype,
+            model_seed=setup.model_seed,
+            plan=setup.plan,
+            task=setup.task,
+            config=config,
+            versions=folder.versions.folder,
+            threads=None if config.placement == "threads" else 1,
+        )
+        self._seconds = {"rollout": 0.0, "sync": 0.0, "blocked": 0.0}
+        self._lock = threading.Lock()
+
+    def to_the_end(self, sink: Sink) -> None:
+        """All updates that are left."""
+        with self._producers():
+            while self.learner.version < self.config.updates:
+                sink(self._update())
+
+    def close(self) -> None:
+        """Take the plan off this process's models."""
+        self.learner.close()
+        self.auditor.close()
+
+    # --- the learner's side ----------------------------------------------------------------
+
+    def _update(self) -> UpdateFacts:
+        update, config = self.learner.version, self.config
+        began = time.perf_counter()
+        groups = self.buffer.take(update, timeout=config.wait_seconds)
+        waited = time.perf_counter() - began
+        trajectories = [each for group in groups for each in group.trajectories]
+        self._check_lag(update, trajectories)
+        step = self.learner.step(
+            self._dealt(update, trajectories), old_of(groups) if self.needs_old else None
+        )
+        audit = audit_of(groups, step.batch, step.logp)
+        if config.require_zero:
+            require_zero(audit, update)
+        began = time.perf_counter()
+        self.root = self.folder.versions.publish(self.learner.weights(), self.learner.version)
+        self.buffer.published(self.learner.version)
+        self.folder.versions.keep_from(self.buffer.oldest_needed())
+        published = time.perf_counter() - began
+        self._checkpoint_if_due()
+        spent = self._spent()
+        return UpdateFacts(
+            batch=step.batch,
+            logp=step.logp,
+            output=step.output,
+            audit=audit,
+            gradient_norm=step.gradient_norm,
+            learning_rate=step.learning_rate,
+            cap=config.lag,
+            rollout_seconds=spent["rollout"],
+            train_seconds=step.seconds,
+            sync_seconds=published + spent["sync"],
+            wait_seconds=waited,
+            blocked_seconds=spent["blocked"],
+            tokens=step.tokens,
+            weights_root=self.root,
+        )
+
+    def _check_lag(self, update: int, trajectories: Sequence[Trajectory]) -> None:
+        oldest = min(version for each in trajectories for version in each.versions)
+        if update - oldest > self.config.lag:
+            raise MisalignedError(
+                f"update {update} holds a token of version {oldest}, older than the cap of "
+                f"{self.config.lag}; please report this: the work buffer should not allow it"
+            )
+
+    def _dealt(self, update: int, trajectories: list[Trajectory]) -> list[Trajectory]:
+        """The trajectories, their rewards at random where that control is asked for."""
+        if not self.config.shuffle_rewards:
+            return trajectories
+        rewards = [each.reward for each in trajectories]
+        random.Random(f"shuffle/{self.config.seed}/{update}").shuffle(rewards)
+        return [
+            replace(each, reward=reward) for each, reward in zip(trajectories, rewards, strict=True)
+        ]
+
+    def _checkpoint_if_due(self) -> None:
+        version = self.learner.version
+        if version % self.config.checkpoint_every and version < self.config.updates:
+            return
+        self.folder.checkpoints.save(self.learner.state(), version)
+        self.folder.journal.keep_from(self.folder.checkpoints.oldest() * self.config.groups)
+
+    def _spent(self) -> dict[str, float]:
+        """Producers' seconds since the last update."""
+        with self._lock:
+            spent, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        spent["blocked"], self.buffer.blocked_seconds = self.buffer.blocked_seconds, 0.0
+        return spent
+
+    # --- the producers' side ---------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _producers(self) -> Generator[None]:
+        """One thread a worker; a failure of either side ends both."""
+        threads = [
+            threading.Thread(target=self._produce, args=(index,), daemon=True)
+            for index in range(self.config.workers)
+        ]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self.buffer.close()
+            for thread in threads:
+                thread.join(self.config.wait_seconds)
+
+    def _produce(self, index: int) -> None:
+        count = -(-self.config.groups // self.config.workers)
+        host: Host | None = None
+        try:
+            host = self._host(index)
+            while True:
+                claim = self.buffer.claim(count, timeout=self.config.wait_seconds)
+                host = self._serve(host, index, claim.groups, claim.version)
+        except Closed:
+            pass
+        except BaseException as error:  # noqa: BLE001  the learner raises it
+            self.buffer.close(error)
+        finally:
+            if host is not None:
+                host.close()
+
+    def _serve(self, host: Host, index: int, groups: Sequence[int], version: int) -> Host:
+        """Have these groups generated, whatever happens to workers; returns the live one."""
+        host, found = self._generate(host, index, groups, version)
+        arrived = [
+            self.auditor.group(number, trajectories)
+            for number, trajectories in zip(groups, found.groups, strict=True)
+        ]
+        self.folder.journal.append(arrived)
+        with self._lock:
+            self._seconds["rollout"] += found.seconds
+            self._seconds["sync"] += found.install_seconds
+        for group in arrived:
+            self.buffer.put(group.number, group)
+        return host
+
+    def _generate(
+        self, host: Host, index: int, groups: Sequence[int], version: int
+    ) -> tuple[Host, Generated]:
+        """Ask; where the worker is gone, ask a new one."""
+        restarts = 0
+        while True:
+            try:
+                return host, host.generate(groups, version, self.config.wait_seconds)
+            except WorkerDied:
+                host.close()
+                restarts += 1
+                if restarts > RESTARTS:
+                    raise
+                host = self._host(index)
+
+    def _host(self, index: int) -> Host:
+        if self.config.placement == "threads":
+            ready = self.copies.pop("worker", None) if index == 0 else None
+            return ThreadHost(self.spec, ready)
+        return HOSTS[self.config.placement](self.spec)
+
+
+def _copy(model: LoadedModel) -> LoadedModel:
+    """Another model of the same bits; no plan must be on it."""
+    module = copy.deepcopy(model.module)
+    return replace(model, module=module, config=module.config)

@@ -1,0 +1,100 @@
+"""Published weights: one file per version in the run folder, complete or absent.
+
+    store.publish(weights, version=3)       # written aside, then renamed: nobody sees half of it
+    weights = store.read(3)
+    store.newest()                          # 3
+
+Workers, other processes included, find versions here. The file carries the digest of all tensors,
+which is checked against what was read; a publication that was cut off leaves a file nobody looks
+at. Versions that nobody needs any more are deleted by :meth:`Versions.keep_from`.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...kernels import bits
+from ...kernels.errors import CheckpointError, DiskError
+from ...model_recipes.state import weights_root
+
+SUFFIX = ".safetensors"
+
+
+class Versions:
+    """See the module."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def publish(self, weights: Mapping[str, Tensor], version: int) -> str:
+        """Write a version; returns the digest over all tensors."""
+        root = digest(weights)
+        part = self.folder / f".{version:08d}.part"
+        plain = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
+        try:
+            save_file(plain, part, {"version": str(version), "root": root})
+            part.replace(self._file(version))
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                part.unlink()
+            raise DiskError(
+                f"cannot write version {version} into {self.folder}: {error}; free some space, "
+                "then resume"
+            ) from error
+        return root
+
+    def read(self, version: int) -> dict[str, Tensor]:
+        """The weights of a version, checked against their digest."""
+        file = self._file(version)
+        try:
+            with safe_open(file, framework="pt") as opened:
+                about = opened.metadata()
+                weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(
+                f"version {version} cannot be read from {file}: {error}; resume the run, which "
+                "publishes it again"
+            ) from error
+        if about.get("root") != digest(weights):
+            raise CheckpointError(
+                f"{file} is not what was published as version {version}; delete it and resume"
+            )
+        return weights
+
+    def root(self, version: int) -> str:
+        """The digest that a version was published with."""
+        with safe_open(self._file(version), framework="pt") as opened:
+            return opened.metadata()["root"]
+
+    def present(self) -> list[int]:
+        """Versions that are here, ascending."""
+        return sorted(int(file.stem) for file in self.folder.glob(f"[0-9]*{SUFFIX}"))
+
+    def newest(self) -> int:
+        """The last published version."""
+        return self.present()[-1]
+
+    def keep_from(self, oldest: int) -> None:
+        """Delete versions below ``oldest``."""
+        for version in self.present():
+            if version < oldest:
+                self._file(version).unlink(missing_ok=True)
+
+    def drop_after(self, version: int) -> None:
+        """Delete versions above ``version``: a resumed run publishes them again."""
+        for each in self.present():
+            if each > version:
+                self._file(each).unlink(missing_ok=True)
+
+    def _file(self, version: int) -> Path:
+        return self.folder / f"{version:08d}{SUFFIX}"
+
+
+def digest(weights: Mapping[str, Tensor]) -> str:
+    """One digest over all tensors, as the engines compute it of what is installed."""
+    return weights_root({name: bits.digest_tensor(tensor) for name, tensor in weights.items()})

@@ -1,0 +1,190 @@
+"""A rollout worker: a paged engine, a task, and the groups it is asked for.
+
+    worker = RolloutWorker(WorkerSpec(...))
+    result = worker.generate(groups=(12, 13), version=3)
+
+One call generates whole groups: all prompts of it, every turn, then the rewards. Before it starts
+the worker installs the asked version from the run folder. Where partial rollouts are recorded, it
+looks for newer versions between two steps and goes on with the newest one; each token carries the
+version that drew it. What is drawn depends on seed, group, member and weights alone, so that a
+group that was lost with its worker can be generated again.
+
+It runs in a thread, a process or a Ray actor (``hosts.py``) and knows nothing of which.
+"""
+
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import torch
+
+from ...kernels.errors import BudgetError, UsageError
+from ...model_recipes.models import LoadedModel, load_model
+from ...model_recipes.plan import Plan
+from ..engines.admission import max_length
+from ..engines.base import Publish
+from ..engines.paged import PagedEngine
+from .config import TrainConfig
+from .records import Task, Trajectory, TurnTask
+from .trajectories import admit, answered, extended, opened, request_of, seed_of
+from .versions import Versions
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerSpec:
+    """What it takes to build a worker anywhere: picklable, no tensors.
+
+    model, dtype, model_seed: for ``load_model``. versions: folder of published weights, which every
+    worker must be able to read. threads: torch's; None leaves them.
+    """
+
+    model: str
+    dtype: Literal["float32", "bfloat16"]
+    model_seed: int
+    plan: Plan
+    task: Task
+    config: TrainConfig
+    versions: Path
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """Finished groups, and what they took. tokens: sampled ones."""
+
+    groups: tuple[tuple[Trajectory, ...], ...]
+    seconds: float
+    install_seconds: float
+    tokens: int
+
+
+class RolloutWorker:
+    """See the module. ``model``: an already loaded copy that is this worker's alone."""
+
+    def __init__(self, spec: WorkerSpec, model: LoadedModel | None = None) -> None:
+        if spec.threads is not None:
+            torch.set_num_threads(spec.threads)
+        self.spec, self.config, self.task = spec, spec.config, spec.task
+        self.versions = Versions(spec.versions)
+        self.model = model or load_model(spec.model, dtype=spec.dtype, seed=spec.model_seed)
+        self.engine = PagedEngine(self.model, spec.plan)
+        self._install_seconds = 0.0
+
+    def generate(self, groups: Sequence[int], version: int) -> Generated:
+        """Whole groups, scored, starting on ``version``."""
+        began = time.perf_counter()
+        self._install_seconds = 0.0
+        self._install(version)
+        running = [one for group in groups for one in self._open(group)]
+        done: dict[str, Trajectory] = {}
+        for turn in range(self.config.max_turns):
+            grown = self._turn(running)
+            running = []
+            for each in grown:
+                reply = self._reply(each) if turn + 1 < self.config.max_turns else None
+                if reply is None:
+                    done[each.id] = each
+                else:
+                    running.append(answered(each, reply))
+            if not running:
+                break
+        scored = {name: self._score(each) for name, each in done.items()}
+        members = range(self.config.group_size)
+        return Generated(
+            groups=tuple(tuple(scored[f"{group}/{m}"] for m in members) for group in groups),
+            seconds=time.perf_counter() - began - self._install_seconds,
+            install_seconds=self._install_seconds,
+            tokens=sum(len(each.logprob_bits) for each in scored.values()),
+        )
+
+    def close(self) -> None:
+        """Take the plan off the model."""
+        self.engine.close()
+
+    def _install(self, version: int) -> None:
+        if version == self.engine.version:
+            return
+        began = time.perf_counter()
+        self.engine.publish(self.versions.read(version), version)
+        self._install_seconds += time.perf_counter() - began
+
+    def _open(self, group: int) -> list[Trajectory]:
+        rng = random.Random(f"{self.config.seed}/{group}")
+        prompt = self._call(lambda: self.task.prompt(group, rng), f"prompt {group}")
+        return [
+            opened(prompt, group=group, member=member, temperature=self.config.temperature)
+            for member in range(self.config.group_size)
+        ]
+
+    def _turn(self, running: Sequence[Trajectory]) -> list[Trajectory]:
+        requests = [
+            request_of(
+                each,
+                seed=seed_of(self.config.seed, each.id),
+                max_new_tokens=each.prompt.max_new_tokens or self.config.max_new_tokens,
+            )
+            for each in running
+        ]
+        newer = self._newer if self.config.partial == "recorded" else None
+        return extended(running, self.engine.generate(requests, between=newer))
+
+    def _newer(self) -> Publish | None:
+        """The newest published version, staged, if it is newer than the installed one."""
+        newest = self.versions.newest()
+        if newest <= self.engine.version:
+            return None
+        began = time.perf_counter()
+        publish = self.engine.stage(self.versions.read(newest), newest)
+        self._install_seconds += time.perf_counter() - began
+        return publish
+
+    def _reply(self, trajectory: Trajectory) -> tuple[int, ...] | None:
+        task = self.task
+        if not isinstance(task, TurnTask):
+            return None
+        reply = self._call(lambda: task.next_turn(trajectory), f"the turn after {trajectory.id}")
+        if reply is not None and not reply:
+            raise UsageError(
+                f"task {task.name} answered {trajectory.id} with no token; return None to finish"
+            )
+        return reply
+
+    def _score(self, trajectory: Trajectory) -> Trajectory:
+        reward = self._call(lambda: self.task.score(trajectory), f"the score of {trajectory.id}")
+        scored = replace(trajectory, reward=float(reward))
+        return admit(scored, limit=max_length(self.model.config))
+
+    def _call(self, ask: Callable[[], R], what: str) -> R:
+        """The task's answer; UsageError if it raises, BudgetError if it hangs."""
+        return bounded(ask, self.config.task_seconds, f"task {self.task.name}: {what}")
+
+
+def bounded(ask: Callable[[], R], seconds: float, what: str) -> R:
+    """``ask()``, given up on after ``seconds``; the thread that hangs is left behind."""
+    answers: list[R] = []
+    failures: list[Exception] = []
+
+    def work() -> None:
+        try:
+            answers.append(ask())
+        except Exception as error:  # noqa: BLE001  a user's code: any error, reported with its place
+            failures.append(error)
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if failures:
+        raise UsageError(
+            f"{what} raised {type(failures[0]).__name__}: {failures[0]}; correct the task"
+        ) from failures[0]
+    if not answers:
+        raise BudgetError(
+            f"{what} took more than {seconds:g} s; make it faster, or raise task_seconds"
+        )
+    return answers[0]
