@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ...kernels.errors import NonFiniteError, UsageError
 from ..loop.records import Batch, LossOutput
@@ -108,7 +107,6 @@ class _WithGradient(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         return gradient * grad_outputs[0].to(gradient.dtype), None, None
