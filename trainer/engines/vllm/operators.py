@@ -1,0 +1,107 @@
+"""The contracts' operators as torch operators that ``torch.compile`` leaves alone.
+
+vLLM traces a model once and replays it as compiled code and CUDA graphs. Each operator here is
+opaque to that: shapes are looked up when it is launched, so which implementation serves a shape is
+decided by certified dispatch at run time, never frozen while tracing. They have no gradient; the
+trainer calls the kernels themselves.
+
+Rows above ``EXACT_ROWS`` are padded to a multiple of ``STEP``, so that a server that sees every
+prompt length certifies a few hundred shapes and not thousands. Padding rows change no bit.
+
+Legend: T rows.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ....kernels.gated import silu_mul
+from ....kernels.linear import linear
+from ....kernels.logprob import lm_head
+from ....kernels.rmsnorm import rmsnorm, rmsnorm_residual
+from ....kernels.rotary import apply_rotary
+
+EXACT_ROWS = 512
+STEP = 128
+
+_LIBRARY = torch.library.Library("zeromismatch_rollout", "DEF")
+
+
+def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]) -> None:
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"zeromismatch_rollout::{name}", fake, lib=_LIBRARY)
+
+
+def _padded(x: Tensor) -> Tensor:
+    rows = x.shape[0]
+    if rows <= EXACT_ROWS or rows % STEP == 0 or not x.is_cuda:
+        return x
+    padded = x.new_empty(-(-rows // STEP) * STEP, x.shape[1])
+    padded[:rows] = x
+    padded[rows:] = 0
+    return padded
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return linear(_padded(x), weight, bias)[: x.shape[0]]
+
+
+def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0])
+
+
+def _lm_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return lm_head(_padded(x), weight, bias)[: x.shape[0]]
+
+
+def _lm_head_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+
+
+def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return rmsnorm(x, weight, eps)
+
+
+def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    return rmsnorm_residual(x, residual, weight, eps)
+
+
+def _silu_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return silu_mul(gate, up)
+
+
+def _silu_mul_fake(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+
+
+def _like(*tensors: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in tensors)
+
+
+_define("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _linear, _linear_fake)
+_define("lm_head(Tensor x, Tensor weight, Tensor? bias) -> Tensor", _lm_head, _lm_head_fake)
+_define(
+    "rms_norm(Tensor x, Tensor weight, float eps) -> Tensor",
+    _rms_norm,
+    lambda x, weight, eps: _like(x)[0],
+)
+_define(
+    "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
+    _add_rms_norm,
+    lambda x, residual, weight, eps: _like(x, residual),
+)
+_define("silu_mul(Tensor gate_up) -> Tensor", _silu_mul, _silu_mul_fake)
+_define(
+    "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    _rotary,
+    lambda q, k, cos, sin: _like(q, k),
+)
+OPERATORS = torch.ops.zeromismatch_rollout
