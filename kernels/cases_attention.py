@@ -96,29 +96,33 @@ def _pages(setting: Setting, seed: int, dtype: torch.dtype) -> tuple[Tensor, Ten
     return k_pages, v_pages, table
 
 
+def case(setting: Setting, base: int, dtype: torch.dtype) -> Case:
+    """The arguments of one batch, drawn from the seed ``base``."""
+    k_pages, v_pages, table = _pages(setting, base, dtype)
+    counts = torch.tensor([0] + [rows for rows, _ in setting.requests], dtype=torch.int32)
+    width = setting.heads * setting.head_dim
+    q = adversarial.rows(int(counts.sum()), width, seed=base + 7, dtype=dtype, scale=0.3)
+    sinks = (
+        adversarial.rows(1, setting.heads, seed=base + 8, kind="plain")[0]
+        if setting.sinks
+        else None
+    )
+    arguments = (
+        q.view(-1, setting.heads, setting.head_dim),
+        k_pages,
+        v_pages,
+        counts.cumsum(0).to(torch.int32),
+        torch.tensor([keys for _, keys in setting.requests], dtype=torch.int32),
+        table,
+        setting.head_dim**-0.5,
+        setting.window,
+        setting.softcap,
+        sinks,
+    )
+    return Case(label=setting.label, arguments=arguments)
+
+
 def attention(contract: Contract, quick: bool, seed: int, key: tuple[int, ...]) -> Iterator[Case]:
     dtype = getattr(torch, contract.dtype)
     for number, setting in enumerate(QUICK if quick else FULL):
-        base = seed * 1_000_003 + 1000 * number
-        k_pages, v_pages, table = _pages(setting, base, dtype)
-        counts = torch.tensor([0] + [rows for rows, _ in setting.requests], dtype=torch.int32)
-        width = setting.heads * setting.head_dim
-        q = adversarial.rows(int(counts.sum()), width, seed=base + 7, dtype=dtype, scale=0.3)
-        sinks = (
-            adversarial.rows(1, setting.heads, seed=base + 8, kind="plain")[0]
-            if setting.sinks
-            else None
-        )
-        arguments = (
-            q.view(-1, setting.heads, setting.head_dim),
-            k_pages,
-            v_pages,
-            counts.cumsum(0).to(torch.int32),
-            torch.tensor([keys for _, keys in setting.requests], dtype=torch.int32),
-            table,
-            setting.head_dim**-0.5,
-            setting.window,
-            setting.softcap,
-            sinks,
-        )
-        yield Case(label=setting.label, arguments=arguments)
+        yield case(setting, seed * 1_000_003 + 1000 * number, dtype)

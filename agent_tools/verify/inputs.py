@@ -1,0 +1,280 @@
+"""The verifier's own inputs: shapes and data from a seed that no candidate can know.
+
+    draw = Draw(contract, seed)
+    for case in held_out(contract, draw, quick=False): case.label, case.arguments, case.rows
+
+Row counts lie on both sides of every tile edge and beyond; all other sizes are drawn anew in every
+run, so a kernel that knows the shapes of the certification sweep gains nothing. References are slow
+loops over the reduced axis, hence the other axes shrink as rows grow. Operators without a maker
+here use their certification cases with secret data (:func:`has_own_shapes` says which).
+
+Legend: T rows, K inputs, N outputs, H width, V vocabulary, D head size.
+"""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...kernels import adversarial, cases_attention, certify
+from ...kernels.contract import Contract
+from ...kernels.dispatch import reference
+from ...kernels.trial import Case
+
+ROWS = (1, 7, 8, 9, 127, 128, 129, 255, 256, 257, 4096, 4097)
+QUICK_ROWS = (1, 9, 129, 257)
+AREA = 12_288
+"""Elements of an output: rows times columns, about."""
+
+Maker = Callable[["Draw", int], Case]
+_MAKERS: dict[str, Maker] = {}
+
+
+class Draw:
+    """A contract's dtype and device, and a stream of secret sizes and data."""
+
+    def __init__(self, contract: Contract, seed: int) -> None:
+        self.contract = contract
+        self.random = random.Random(seed)
+        self.dtype: torch.dtype = getattr(torch, contract.dtype)
+        self.device = "cpu" if contract.device == "cpu" else "cuda"
+
+    def size(self, low: int, high: int, num_rows: int = 1) -> int:
+        """A size between low and high, smaller where there are many rows."""
+        high = max(low, min(high, AREA // num_rows))
+        return self.random.randint(low, high)
+
+    def rows(
+        self, num_rows: int, width: int, *, scale: float = 1.0, kind: str | None = None
+    ) -> Tensor:
+        """Adversarial ``[num_rows, width]`` in the contract's dtype."""
+        return adversarial.rows(
+            num_rows, width, seed=self.random.getrandbits(60), dtype=self.dtype,
+            device=self.device, scale=scale, kind=kind,
+        )  # fmt: skip
+
+    def vector(self, width: int, *, scale: float = 1.0) -> Tensor:
+        """Plain ``[width]``."""
+        return self.rows(1, width, scale=scale, kind="plain")[0]
+
+    def integers(self, num: int, high: int) -> Tensor:
+        """int64 in ``[0, high)``."""
+        seed = self.random.getrandbits(60)
+        return adversarial.integers((num,), high, seed=seed, device=self.device)
+
+    def uniform(self, num: int, low: float, high: float) -> Tensor:
+        """fp32 ``[num]``, whatever the contract's dtype."""
+        generator = torch.Generator().manual_seed(self.random.getrandbits(60))
+        return (torch.rand(num, generator=generator) * (high - low) + low).to(self.device)
+
+    def maybe(self, value: Any) -> Any:
+        """The value, or None, at random."""
+        return value if self.random.random() < 0.5 else None
+
+
+def _maker(*names: str) -> Callable[[Maker], Maker]:
+    def register(maker: Maker) -> Maker:
+        for name in names:
+            _MAKERS[name] = maker
+        return maker
+
+    return register
+
+
+def _case(what: str, *arguments: Any, rows: tuple[int, ...] = ()) -> Case:
+    return Case(label=what, arguments=arguments, rows=rows)
+
+
+@_maker("rmsnorm")
+def _rmsnorm(draw: Draw, t: int) -> Case:
+    h = draw.size(2, 700, t)
+    residual = draw.maybe(draw.rows(t, h))
+    eps = draw.random.choice((1e-5, 1e-6, 3e-5))
+    arguments = (draw.rows(t, h), draw.vector(h), eps, draw.random.random() < 0.4, residual)
+    return _case(
+        f"rows {t}, width {h}", *arguments, rows=(0,) if residual is None else (0, 4)
+    )
+
+
+@_maker("rmsnorm_grad")
+def _rmsnorm_grad(draw: Draw, t: int) -> Case:
+    h = draw.size(2, 400, t)
+    dy, s, ds = (draw.rows(t, h) for _ in range(3))
+    initial = draw.maybe(draw.rows(1, h)[0].float())
+    unit = draw.random.random() < 0.4
+    return _case(
+        f"rows {t}, width {h}", dy, s, draw.vector(h), 1e-5, unit, draw.maybe(ds), initial
+    )
+
+
+@_maker("linear", "lm_head")
+def _linear(draw: Draw, t: int) -> Case:
+    k, n = draw.size(2, 700, 1), draw.size(2, 140, t)
+    x, weight = draw.rows(t, k), draw.rows(n, k, scale=0.1)
+    bias = draw.maybe(draw.vector(n))
+    rounding = () if draw.contract.op == "lm_head" else (draw.maybe(torch.float32),)
+    return _case(f"rows {t}, {k} to {n}", x, weight, bias, *rounding, rows=(0,))
+
+
+@_maker("linear_grad_input")
+def _grad_input(draw: Draw, t: int) -> Case:
+    n, k = draw.size(2, 600, 1), draw.size(2, 140, t)
+    return _case(
+        f"rows {t}, {n} to {k}", draw.rows(t, n), draw.rows(n, k, scale=0.1), None, rows=(0,)
+    )
+
+
+@_maker("linear_grad_weight")
+def _grad_weight(draw: Draw, t: int) -> Case:
+    n, k = draw.size(2, 60, max(1, t // 64)), draw.size(2, 60, max(1, t // 64))
+    initial = draw.maybe(draw.rows(n, k).float())
+    return _case(f"tokens {t}, [{n}, {k}]", draw.rows(t, n), draw.rows(t, k), initial, None, None)
+
+
+@_maker("linear_grad_bias")
+def _grad_bias(draw: Draw, t: int) -> Case:
+    n = draw.size(2, 300, 1)
+    initial = draw.maybe(draw.vector(n).float())
+    return _case(f"tokens {t}, [{n}]", draw.rows(t, n), initial, None, None)
+
+
+@_maker("embedding")
+def _embedding(draw: Draw, t: int) -> Case:
+    h, v = draw.size(2, 700, t), draw.size(3, 900)
+    return _case(f"rows {t} of [{v}, {h}]", draw.integers(t, v), draw.rows(v, h), rows=(0,))
+
+
+@_maker("embedding_grad")
+def _embedding_grad(draw: Draw, t: int) -> Case:
+    h, v = draw.size(2, 300, max(1, t // 8)), draw.size(3, 200)
+    initial = draw.maybe(draw.rows(v, h).float())
+    ids = draw.integers(t, min(v, 9))
+    return _case(f"tokens {t} into [{v}, {h}]", draw.rows(t, h), ids, v, initial, None)
+
+
+def _temperature(draw: Draw, t: int) -> Tensor:
+    temperature = draw.uniform(t, 0.3, 2.0)
+    temperature[::3] = 1.0
+    return temperature
+
+
+@_maker("logprob")
+def _logprob(draw: Draw, t: int) -> Case:
+    v = draw.size(2, 1500, t)
+    logits = draw.rows(t, v, scale=0.5)
+    return _case(
+        f"rows {t}, vocabulary {v}", logits, draw.integers(t, v), _temperature(draw, t),
+        rows=(0, 1, 2),
+    )  # fmt: skip
+
+
+@_maker("logprob_grad")
+def _logprob_grad(draw: Draw, t: int) -> Case:
+    v = draw.size(2, 1500, t)
+    given = (draw.rows(t, v, scale=0.5), draw.integers(t, v), _temperature(draw, t))
+    forward = "logprob.lanes16.float32.cpu.v1" if draw.device == "cpu" else None
+    forward = forward or f"logprob.blocks.float32.{draw.contract.device}.v1"
+    _, peak, log_sum = reference(forward).run(*given)
+    arguments = (*given, peak, log_sum, draw.uniform(t, -2.0, 2.0), None)
+    return _case(f"rows {t}, vocabulary {v}", *arguments, rows=(0, 1, 2, 3, 4, 5))
+
+
+@_maker("activation", "activation_gelu")
+def _activation(draw: Draw, t: int) -> Case:
+    h = draw.size(2, 900, t)
+    return _case(f"rows {t}, width {h}", draw.rows(t, h, scale=0.3), rows=(0,))
+
+
+@_maker("gated", "gated_gelu", "activation_grad", "activation_gelu_grad")
+def _gated(draw: Draw, t: int) -> Case:
+    h = draw.size(2, 900, t)
+    pair = (draw.rows(t, h, scale=0.3), draw.rows(t, h, scale=0.3))
+    padded = (*pair, None) if "grad" in draw.contract.op and draw.device != "cpu" else pair
+    return _case(f"rows {t}, width {h}", *padded, rows=(0, 1))
+
+
+@_maker("gated_grad", "gated_gelu_grad")
+def _gated_grad(draw: Draw, t: int) -> Case:
+    h = draw.size(2, 700, t)
+    tensors = (draw.rows(t, h, scale=0.3) for _ in range(3))
+    return _case(f"rows {t}, width {h}", *tensors, rows=(0, 1, 2))
+
+
+@_maker("softcap")
+def _softcap(draw: Draw, t: int) -> Case:
+    v, cap = draw.size(2, 900, t), draw.random.uniform(5.0, 60.0)
+    return _case(f"rows {t}, vocabulary {v}, cap {cap:.3g}", draw.rows(t, v), cap, rows=(0,))
+
+
+@_maker("softcap_grad")
+def _softcap_grad(draw: Draw, t: int) -> Case:
+    v, cap = draw.size(2, 900, t), draw.random.uniform(5.0, 60.0)
+    return _case(
+        f"rows {t}, vocabulary {v}, cap {cap:.3g}", draw.rows(t, v), draw.rows(t, v), cap,
+        rows=(0, 1),
+    )  # fmt: skip
+
+
+@_maker("rotary")
+def _rotary(draw: Draw, t: int) -> Case:
+    heads = draw.size(1, 6, t)
+    head = 2 * draw.size(1, 40, t * heads)
+    width = 2 * draw.random.randint(1, head // 2)
+    angle = draw.rows(t, width).float()
+    x = draw.rows(t, heads * head).view(t, heads, head)
+    return _case(
+        f"rows {t}, {heads} heads of {head}, {width} turned", x, torch.cos(angle),
+        torch.sin(angle), rows=(0, 1, 2),
+    )  # fmt: skip
+
+
+@_maker("sampling")
+def _sampling(draw: Draw, t: int) -> Case:
+    v = draw.size(2, 900, t)
+    logits = draw.rows(t, v, scale=0.2)
+    logits[4::9] = logits[4::9].round()
+    temperature = draw.uniform(t, 0.1, 2.0)
+    temperature[::4] = 0.0
+    return _case(
+        f"rows {t}, vocabulary {v}", logits, draw.integers(t, 2**62), draw.integers(t, 10_000),
+        temperature, rows=(0, 1, 2, 3),
+    )  # fmt: skip
+
+
+def _attention(draw: Draw, t: int) -> Case:
+    """A whole prefill, chunks on cached keys and decode rows, ``t`` query rows in all or fewer."""
+    left, requests = min(t, 150), []
+    while left > 0:
+        count = draw.random.choice((1, left, draw.random.randint(1, left)))
+        requests.append((count, count + draw.random.choice((0, draw.random.randint(0, 80)))))
+        left -= count
+    kv_heads = draw.random.choice((1, 2, 3))
+    setting = cases_attention.Setting(
+        requests=tuple(requests[:12]), heads=kv_heads * draw.random.choice((1, 2, 3)),
+        kv_heads=kv_heads, head_dim=16 * draw.random.randint(1, 5),
+        window=draw.random.choice((0, draw.random.randint(1, 90))),
+        softcap=draw.random.choice((0.0, draw.random.uniform(5.0, 50.0))),
+        sinks=draw.random.random() < 0.3,
+    )  # fmt: skip
+    return cases_attention.case(setting, draw.random.getrandbits(40), draw.dtype)
+
+
+def has_own_shapes(contract: Contract) -> bool:
+    """Whether the sizes are secret too, not only the data."""
+    paged = contract.op == "attention" and contract.device == "cpu"
+    return contract.op in _MAKERS or paged
+
+
+def held_out(
+    contract: Contract, draw: Draw, *, quick: bool, rows: tuple[int, ...] | None = None
+) -> Iterator[Case]:
+    """The cases of one entry; ``rows``: other row counts than the verifier's list."""
+    if not has_own_shapes(contract):
+        seed = draw.random.getrandbits(30)
+        yield from certify.cases_of(contract, quick=quick, seed=seed)
+        return
+    maker = _MAKERS.get(contract.op, _attention)
+    for num_rows in rows or (QUICK_ROWS if quick else ROWS):
+        yield maker(draw, num_rows)
