@@ -20,7 +20,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 LINKED_FOLDERS = ("kernels", "model_recipes", "trainer", "agent_tools", "playbooks", "skill")
-PACKAGES = ("torch", "transformers", "safetensors", "numpy", "triton", "vllm", "ray", "mcp")
+PACKAGES = ("torch", "transformers", "safetensors", "numpy", "triton", "vllm")
 NUMERIC_VARIABLES = (
     "OMP_NUM_THREADS",
     "MKL_NUM_THREADS",

@@ -87,7 +87,7 @@ def verify_recipe(path: Path, *, progress: Progress = lambda stage: None) -> Ver
     """Load, check, run again, compare. RecipeError where the recipe contradicts itself."""
     began = time.perf_counter()
     recipe = load_recipe(path)
-    _check_itself(recipe, path)
+    check_itself(recipe, path)
     command = recorded_command(recipe.evidence[0].command, path)
     progress(f"loading {command.model}")
     model = _load(command)
@@ -111,7 +111,8 @@ def verify_recipe(path: Path, *, progress: Progress = lambda stage: None) -> Ver
     )  # fmt: skip
 
 
-def _check_itself(recipe: Recipe, path: Path) -> None:
+def check_itself(recipe: Recipe, path: Path) -> None:
+    """RecipeError where a recipe contradicts itself, or proves nothing."""
     if not recipe.evidence:
         raise RecipeError(f"{path} holds no evidence, so there is nothing to repeat; align again")
     own = environment_digest(recipe.versions)

@@ -60,6 +60,8 @@ class TrainConfig(BaseModel):
     """Tokens of one micro-batch; changes no bit."""
     audit: int = Field(default=2, ge=1)
     """Responses of every update that the trainer scores again under their own version."""
+    moves: bool = False
+    """Score every batch once more after its update, to see which way its tokens moved."""
     require_zero: bool = True
     """Stop where the kernel term is not 0 in every bit; off only to study stock kernels."""
     seed: int = Field(default=0, ge=0)

@@ -118,6 +118,12 @@ class Learner:
             rejected=torch.cat([each.rejected for each in outputs]),
         )
 
+    @torch.no_grad()
+    def logprobs(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """fp32 [N] under the weights as they are now."""
+        requests = [request_of(each) for each in trajectories]
+        return self.engine.logprobs(requests, max_rows=self.config.max_rows)
+
     def learning_rate(self, version: int) -> float:
         """Rises linearly over the first ``warmup`` updates."""
         return self.config.learning_rate * min(1.0, (version + 1) / max(1, self.config.warmup))

@@ -67,12 +67,20 @@ class Outcome:
 
 
 def train(
-    setup: Setup, folder: Path, *, resume: bool = False, sink: Sink = lambda facts: None
+    setup: Setup,
+    folder: Path,
+    *,
+    resume: bool = False,
+    sink: Sink = lambda facts: None,
+    model: LoadedModel | None = None,
 ) -> Outcome:
-    """Run to ``config.updates`` updates, then export. ``sink`` gets every update's facts."""
+    """Run to ``config.updates`` updates, then export. ``sink`` gets every update's facts.
+
+    model: the model as loaded, with no plan on it; it is trained in place. None loads it.
+    """
     began = time.perf_counter()
     with contextlib.closing(RunFolder(folder, setup.config, resume=resume)) as opened:
-        run = _Run(setup, opened)
+        run = _Run(setup, opened, model)
         try:
             resumed_at = run.learner.version
             run.to_the_end(sink)
@@ -92,7 +100,7 @@ def train(
 class _Run:
     """One run's parts, and the threads between them."""
 
-    def __init__(self, setup: Setup, folder: RunFolder) -> None:
+    def __init__(self, setup: Setup, folder: RunFolder, model: LoadedModel | None) -> None:
         self.setup, self.config, self.folder = setup, setup.config, folder
         config, loss = setup.config, loss_named(setup.config.loss)
         if loss.needs_head:
@@ -100,7 +108,7 @@ class _Run:
                 f"loss {loss.name} needs the rollout's head of the vocabulary, which workers do "
                 "not record; use another loss"
             )
-        base = load_model(setup.model, dtype=setup.dtype, seed=setup.model_seed)
+        base = model or load_model(setup.model, dtype=setup.dtype, seed=setup.model_seed)
         self.copies = {name: _copy(base) for name in ("auditor", "worker")}
         self.learner = Learner(base, setup.plan, config, loss)
         self.auditor = Auditor(
@@ -158,6 +166,7 @@ class _Run:
         step = self.learner.step(
             self._dealt(update, trajectories), old_of(groups) if self.needs_old else None
         )
+        after = self.learner.logprobs(trajectories) if config.moves else None
         audit = audit_of(groups, step.batch, step.logp)
         if config.require_zero:
             require_zero(audit, update)
@@ -183,6 +192,7 @@ class _Run:
             blocked_seconds=spent["blocked"],
             tokens=step.tokens,
             weights_root=self.root,
+            after=after,
         )
 
     def _check_lag(self, update: int, trajectories: Sequence[Trajectory]) -> None:

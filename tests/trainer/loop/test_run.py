@@ -1,0 +1,207 @@
+"""The loop as a whole: real lag, kernel term 0, the same bits wherever the workers are."""
+
+import random
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from zeromismatch.kernels import bits
+from zeromismatch.kernels.errors import BudgetError, MisalignedError, NonFiniteError, UsageError
+from zeromismatch.model_recipes.models import LoadedModel, load_model
+from zeromismatch.model_recipes.plan import stock_plan
+from zeromismatch.model_recipes.state import state_digest, weights_root
+from zeromismatch.trainer.loop import hosts
+from zeromismatch.trainer.loop.records import Prompt, Trajectory, UpdateFacts
+from zeromismatch.trainer.loop.run import Outcome, Setup, train
+from zeromismatch.trainer.tasks.even import Even
+
+Fresh = Callable[[], LoadedModel]
+SetupOf = Callable[..., Setup]
+
+
+def run(setup: Setup, folder: Path, model: LoadedModel) -> tuple[Outcome, list[UpdateFacts]]:
+    facts: list[UpdateFacts] = []
+    outcome = train(setup, folder, sink=facts.append, model=model)
+    return outcome, facts
+
+
+def lags(one: UpdateFacts) -> torch.Tensor:
+    return one.batch.version - one.batch.versions
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+def test_after_warm_up_every_token_is_exactly_as_old_as_the_cap_and_the_kernel_term_is_zero(
+    lag: int, fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+) -> None:
+    outcome, facts = run(setup_of(lag=lag, updates=6, audit=4), tmp_path, fresh())
+    assert outcome.version == len(facts) == 6
+    for update, one in enumerate(facts):
+        assert set(lags(one).tolist()) == {min(update, lag)}
+        assert len(one.audit.mu) == len(one.batch.mu)
+        assert bits.equal(one.audit.mu, one.audit.logp)
+        same = bool(torch.equal(one.output.weights, torch.ones_like(one.output.weights)))
+        assert same == (min(update, lag) == 0)
+    exported = load_model(str(outcome.export))
+    assert weights_root(state_digest(exported.module)) == outcome.weights_root
+    assert len([*(tmp_path / "versions").iterdir()]) <= lag + 2
+
+
+def test_several_workers_and_another_split_give_the_bits_of_one(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+) -> None:
+    one, _ = run(setup_of(lag=2, updates=4), tmp_path / "one", fresh())
+    many, _ = run(setup_of(lag=2, updates=4, workers=2, max_rows=24), tmp_path / "two", fresh())
+    assert one.weights_root == many.weights_root
+    other, _ = run(setup_of(lag=1, updates=4), tmp_path / "other", fresh())
+    assert other.weights_root != one.weights_root
+
+
+def test_free_running_keeps_to_the_cap(fresh: Fresh, setup_of: SetupOf, tmp_path: Path) -> None:
+    _, facts = run(setup_of(lag=2, updates=8, mode="free"), tmp_path, fresh())
+    for one in facts:
+        assert 0 <= int(lags(one).min()) <= int(lags(one).max()) <= 2
+        assert bits.equal(one.audit.mu, one.audit.logp)
+
+
+@dataclass(frozen=True)
+class Slow:
+    """Ends responses only at their length, so that publications fall into them."""
+
+    name: str = "slow"
+
+    def prompt(self, index: int, rng: random.Random) -> Prompt:
+        return Prompt(tokens=(5, 6, rng.randrange(3, 3011)), max_new_tokens=40)
+
+    def score(self, trajectory: Trajectory) -> float:
+        return float(trajectory.tokens[-1] % 2)
+
+
+def test_a_publication_in_mid_response_is_recorded_per_token_and_each_part_audited_as_such(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+) -> None:
+    settings = {"mode": "free", "partial": "recorded", "audit": 4, "group_size": 2}
+    _, facts = run(setup_of(Slow(), lag=3, updates=8, **settings), tmp_path, fresh())
+    mixed = 0
+    for one in facts:
+        assert bits.equal(one.audit.mu, one.audit.logp)
+        assert int(lags(one).max()) <= 3
+        for response in range(one.batch.num_responses):
+            versions = one.batch.versions[one.batch.response == response]
+            assert bool((versions.diff() >= 0).all())
+            mixed += int(versions[0] != versions[-1])
+    assert mixed > 0
+
+
+def test_stock_kernels_are_stopped_at_the_first_token_that_differs(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path, base: LoadedModel
+) -> None:
+    config = setup_of(lag=0, updates=2, group_size=8, max_new_tokens=8).config
+    stock = Setup(model=base.spec, plan=stock_plan(), task=Even(vocabulary=3011), config=config)
+    with pytest.raises(MisalignedError, match=r"update 0.*under the same weights, version 0"):
+        run(stock, tmp_path, fresh())
+
+
+@dataclass(frozen=True)
+class Faulty:
+    """A task with one fault."""
+
+    fault: str
+    name: str = "faulty"
+
+    def prompt(self, index: int, rng: random.Random) -> Prompt:
+        if self.fault == "prompt raises":
+            raise KeyError("entry 7")
+        return Prompt(tokens=(3, 4) if self.fault != "empty" else ())
+
+    def score(self, trajectory: Trajectory) -> float:
+        if self.fault == "hangs":
+            signal.sigwait([signal.SIGUSR2])
+        return float("inf") if self.fault == "infinite" else 1.0
+
+    def next_turn(self, trajectory: Trajectory) -> tuple[int, ...] | None:
+        if self.fault == "silent":
+            return ()
+        return (9,) * 3000 if self.fault == "long" else None
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "message"),
+    [
+        ("prompt raises", UsageError, r"faulty: prompt 0 raised KeyError.*entry 7"),
+        ("empty", UsageError, "prompt of group 0 is empty"),
+        ("infinite", NonFiniteError, "reward of response 0/0 is inf"),
+        ("silent", UsageError, "answered 0/0 with no token"),
+        ("long", ValueError, "3005 positions|limit"),
+        ("hangs", BudgetError, "score of 0/0 took more than 0.2 s"),
+    ],
+)
+def test_a_bad_task_ends_the_run_and_is_named(
+    fault: str,
+    error: type[Exception],
+    message: str,
+    fresh: Fresh,
+    setup_of: SetupOf,
+    tmp_path: Path,
+) -> None:
+    setup = setup_of(Faulty(fault), updates=1, task_seconds=0.2 if fault == "hangs" else 30)
+    with pytest.raises(error, match=message):
+        run(setup, tmp_path, fresh())
+
+
+def test_equal_rewards_move_nothing(fresh: Fresh, setup_of: SetupOf, tmp_path: Path) -> None:
+    outcome, facts = run(setup_of(Faulty("none"), lag=1, updates=3), tmp_path, fresh())
+    assert [one.gradient_norm for one in facts] == [0.0] * 3
+    assert outcome.weights_root == facts[0].weights_root
+
+
+@pytest.mark.slow
+def test_processes_give_the_bits_of_threads_and_survive_a_killed_worker(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, _ = run(setup_of(lag=1, updates=3), tmp_path / "threads", fresh())
+    killed: list[int] = []
+
+    class Fragile(hosts.ProcessHost):
+        """A real worker process that is killed in the middle of its first call."""
+
+        def generate(self, groups, version, timeout):  # type: ignore[no-untyped-def]
+            if not killed:
+                assert self.process.pid is not None
+                killed.append(self.process.pid)
+                self.process.kill()
+            return super().generate(groups, version, timeout)
+
+    monkeypatch.setitem(hosts.HOSTS, "processes", Fragile)
+    got, _ = run(setup_of(lag=1, updates=3, placement="processes"), tmp_path / "other", fresh())
+    assert len(killed) == 1
+    assert got.weights_root == wanted.weights_root
+
+
+def test_a_worker_that_dies_again_and_again_ends_the_run(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Dying(hosts.ThreadHost):
+        def generate(self, groups, version, timeout):  # type: ignore[no-untyped-def]
+            raise hosts.WorkerDied("gone; look")
+
+    monkeypatch.setitem(hosts.HOSTS, "processes", Dying)
+    with pytest.raises(hosts.WorkerDied):
+        run(setup_of(updates=1, placement="processes"), tmp_path, fresh())
+
+
+@pytest.mark.slow
+def test_ray_actors_give_the_bits_of_threads(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+) -> None:
+    ray = pytest.importorskip("ray")
+    wanted, _ = run(setup_of(lag=1, updates=2), tmp_path / "threads", fresh())
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        got, _ = run(setup_of(lag=1, updates=2, placement="ray"), tmp_path / "ray", fresh())
+    finally:
+        ray.shutdown()
+    assert got.weights_root == wanted.weights_root
