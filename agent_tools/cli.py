@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import typer
 
 from ..kernels.errors import DiskError, ZeroMismatchError
-from .commands import gate, measure, project, registry, repro
+from .commands import gate, measure, project, registry, repro, train
 from .commands.answer import Answer, write, write_error
 
 INTERNAL_ERROR = 70
@@ -35,7 +35,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for group in (project, measure, gate, registry, repro):
+for group in (project, measure, gate, registry, repro, train):
     group.register(app)
 
 
