@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.errors import RecipeError, UncoveredSiteError
-from . import operators
+from . import experts, operators
 from .attention import CONTEXT_NAME, AttentionSite, register_names
 from .audit import Audit, probe_inputs
 from .head import Head, find_tail
@@ -138,6 +138,10 @@ class Instrument:
                 operators.install_activation(installer, operator)
             case "gated":
                 operators.install_gated(installer, operator)
+            case "router":
+                experts.install_router(installer, operator)
+            case "experts":
+                experts.install_experts(installer, operator)
             case "rotary_table":
                 operators.install_rotary_table(installer, operator)
             case "attention":

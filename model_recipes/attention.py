@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.errors import ContractError, UncoveredSiteError, UsageError
@@ -258,6 +259,11 @@ class AttentionSite:
             batch = self._packed(keywords.get("position_ids"), num_sequences, tokens)
         layer = int(cast(Any, module).layer_idx)
         q, k, v = head_rows(query), head_rows(key), head_rows(value)
+        width = v.shape[-1]
+        if width < k.shape[-1]:
+            # One cache has one head size: zero columns of v cost time and change no other column.
+            with self.tap.site_code():
+                v = F.pad(v, (0, k.shape[-1] - width))
 
         def attend(k: Tensor, v: Tensor) -> Tensor:
             with self.tap.site_code():
@@ -284,7 +290,7 @@ class AttentionSite:
                 output = attend(k, v)
             graft = self.tap.observe(self.attention, {"q": q, "k": k, "v": v}, output)
             output = output if graft is None else graft
-        return output.unflatten(0, (num_sequences, tokens)), None
+        return output[..., :width].unflatten(0, (num_sequences, tokens)), None
 
     def run_module(
         self,

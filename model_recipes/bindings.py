@@ -34,11 +34,17 @@ _KERNELS = {
     "gated_gelu": "gated",
     "activation": "gated",
     "activation_gelu": "gated",
+    "router": "moe",
+    "topk": "moe",
+    "topk_weights": "moe",
+    "grouped_linear": "moe",
+    "combine": "moe",
     "lm_head": "logprob",
     "softcap": "gated",
     "logprob": "logprob",
 }
-_ALWAYS_FP32 = frozenset(("rotary_table", "softcap", "logprob"))  # whatever the dtype of the model
+# Whatever the dtype of the model.
+_ALWAYS_FP32 = frozenset(("rotary_table", "softcap", "logprob", "topk", "topk_weights"))
 _EXACT = {"add": POINTWISE, "mul": POINTWISE, "kv_write": COPY}
 
 OP_CLASSES = (*_KERNELS, *_EXACT)

@@ -16,7 +16,13 @@ from torch import Tensor, nn
 from ..kernels.errors import UncoveredSiteError
 from .bindings import kernel
 from .plan import STOCK, Plan
-from .recognise import ROTARY_FUNCTION, Operator, original_global, replace_global, tensor_names
+from .recognise import (
+    ROTARY_FUNCTIONS,
+    Operator,
+    original_global,
+    replace_globals,
+    tensor_names,
+)
 from .rotary_table import RotaryTable
 from .sites import Site
 from .tap import Tap, from_head_rows, head_rows
@@ -230,8 +236,9 @@ def install_rotary_table(installer: Installer, operator: Operator) -> None:
 
 def install_rotary(installer: Installer, operator: Operator) -> None:
     """Rotary embedding: a global function of the attention module's code, replaced for it alone."""
-    original = original_global(operator.module, ROTARY_FUNCTION)
-    if original is None or replace_global(operator.module, ROTARY_FUNCTION, original) is None:
+    originals = {name: original_global(operator.module, name) for name in ROTARY_FUNCTIONS}
+    found = {name: function for name, function in originals.items() if function is not None}
+    if not found:
         return  # what it does instead is seen by the audit
     site_q, choice = installer.site(operator.path, "rotary", "rotary_q")
     site_k, choice_k = installer.site(operator.path, "rotary", "rotary_k")
@@ -239,10 +246,21 @@ def install_rotary(installer: Installer, operator: Operator) -> None:
         raise UncoveredSiteError(
             f"{site_q.name} and {site_k.name} run in one call; give both the same contract"
         )
-    tap = installer.tap
+    sites = site_q, site_k
+    patched = {
+        name: _rotary_patch(installer.tap, sites, choice, function, name == ROTARY_FUNCTIONS[1])
+        for name, function in found.items()
+    }
+    installer.put_forward(operator.module, replace_globals(operator.module, patched))
+
+
+def _rotary_patch(
+    tap: Tap, sites: tuple[Site, Site], choice: str, original: Callable[..., Any], pairs: bool
+) -> Callable[..., tuple[Tensor, Tensor]]:
+    """What stands in for one of transformers' rotation functions."""
     rotate = _stock_rotary(original)
     if choice != STOCK:
-        rotate = _aligned_rotary(takes_half_tables(original))
+        rotate = _aligned_rotary(takes_half_tables(original) and not pairs, pairs)
 
     def one(site: Site, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         batch, _, tokens, _ = x.shape
@@ -262,16 +280,14 @@ def install_rotary(installer: Installer, operator: Operator) -> None:
     ) -> tuple[Tensor, Tensor]:
         if unsqueeze_dim != 1:
             raise UncoveredSiteError(
-                f"{site_q.name} rotates along another axis (unsqueeze_dim={unsqueeze_dim}); "
+                f"{sites[0].name} rotates along another axis (unsqueeze_dim={unsqueeze_dim}); "
                 "use the transformers engine with `--plan stock`"
             )
         if choice == STOCK and not tap.watching:
             return original(q, k, cos, sin)
-        return one(site_q, q, cos, sin), one(site_k, k, cos, sin)
+        return one(sites[0], q, cos, sin), one(sites[1], k, cos, sin)
 
-    forward = replace_global(operator.module, ROTARY_FUNCTION, apply)
-    assert forward is not None
-    installer.put_forward(operator.module, forward)
+    return apply
 
 
 def takes_half_tables(original: Callable[..., Any]) -> bool:
@@ -287,15 +303,16 @@ def takes_half_tables(original: Callable[..., Any]) -> bool:
     return rotated.shape == x.shape and not bool(rotated.any())
 
 
-def _aligned_rotary(half_tables: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def _aligned_rotary(half_tables: bool, pairs: bool) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     apply_rotary = kernel("rotary").apply_rotary
-    if not half_tables:
-        return apply_rotary
 
-    def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def from_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return apply_rotary(x, torch.cat((cos, cos), dim=-1), torch.cat((sin, sin), dim=-1))
 
-    return rotate
+    def from_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return apply_rotary(torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1), cos, sin)
+
+    return from_pairs if pairs else from_halves if half_tables else apply_rotary
 
 
 def _stock_rotary(original: Callable[..., Any]) -> Callable[[Tensor, Tensor, Tensor], Tensor]:

@@ -14,7 +14,7 @@ import functools
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,9 +31,12 @@ Kind = Literal[
     "attention",
     "gated",
     "activation",
+    "router",
+    "experts",
 ]
 
-ROTARY_FUNCTION = "apply_rotary_pos_emb"
+ROTARY_FUNCTIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
+"""Names that modelling code gives to its rotation; the second takes pairs of neighbours."""
 INTERFACES = "ALL_ATTENTION_FUNCTIONS"
 
 
@@ -64,15 +67,18 @@ def recognise(module: nn.Module) -> list[Operator]:
         operator = _recognise_one(path, child, head, proofs)
         if operator is not None:
             found.append(operator)
-    gated_activations = {
+    inside = {
         f"{operator.path}.{operator.facts['act']}" for operator in found if operator.kind == "gated"
     }
-    return [operator for operator in found if operator.path not in gated_activations]
+    inside |= {f"{operator.path}.act_fn" for operator in found if operator.kind == "experts"}
+    return [operator for operator in found if operator.path not in inside]
 
 
 def _recognise_one(
     path: str, child: nn.Module, head: nn.Module, proofs: dict[Any, Mapping[str, Any] | None]
 ) -> Operator | None:
+    from . import experts  # its proofs build on this module
+
     facts: Mapping[str, Any] | None = {}
     kind: Kind
     if child is head:
@@ -89,7 +95,11 @@ def _recognise_one(
         kind = "rotary_table"
     elif INTERFACES in _names(child):
         kind = "attention"
-    elif _is_activation(child):
+    elif type(child).__name__.endswith("Router"):
+        kind, facts = "router", experts.router_facts(child)
+    elif type(child).__name__.endswith("Experts"):
+        kind, facts = "experts", experts.experts_facts(child)
+    elif is_activation(child):
         kind, facts = "activation", {"activation": activation_name(child)}
     else:
         kind, facts = "gated", gated_facts(child, proofs)
@@ -104,7 +114,8 @@ def _names(child: nn.Module) -> tuple[str, ...]:
     return code.co_names if code is not None else ()
 
 
-def _is_activation(child: nn.Module) -> bool:
+def is_activation(child: nn.Module) -> bool:
+    """Whether a module is an activation of torch or transformers without weights."""
     home = type(child).__module__
     known = home in ("transformers.activations", "torch.nn.modules.activation")
     return known and not list(child.parameters())
@@ -159,7 +170,7 @@ def gated_facts(
     parts = [getattr(child, name, None) for name in names]
     down, act, gate, up = parts
     linear = all(type(part) is nn.Linear for part in (down, gate, up))
-    if not linear or not isinstance(act, nn.Module) or not _is_activation(act):
+    if not linear or not isinstance(act, nn.Module) or not is_activation(act):
         return None
     assert isinstance(down, nn.Linear)
     assert isinstance(gate, nn.Linear)
@@ -177,19 +188,14 @@ def gated_facts(
             "activation": activation_name(act)}  # fmt: skip
 
 
-def replace_global(
-    module: nn.Module, name: str, value: Callable[..., Any]
-) -> Callable[..., Any] | None:
-    """The module's ``forward`` with one global of its code replaced, for this instance only.
-
-    None where its code does not use that name.
-    """
-    forward = type(module).forward
-    if not isinstance(forward, types.FunctionType) or name not in forward.__code__.co_names:
-        return None
+def replace_globals(
+    module: nn.Module, values: Mapping[str, Callable[..., Any]]
+) -> Callable[..., Any]:
+    """The module's ``forward`` with globals of its code replaced, for this instance only."""
+    forward = cast(types.FunctionType, type(module).forward)
     copy = types.FunctionType(
         forward.__code__,
-        {**forward.__globals__, name: value},
+        {**forward.__globals__, **values},
         forward.__name__,
         forward.__defaults__,
         forward.__closure__,
@@ -199,9 +205,11 @@ def replace_global(
 
 
 def original_global(module: nn.Module, name: str) -> Callable[..., Any] | None:
-    """What that global is in the module's own code."""
+    """What that global is in the module's own code; None where its forward does not use it."""
     forward = type(module).forward
-    return getattr(forward, "__globals__", {}).get(name)
+    if not isinstance(forward, types.FunctionType):
+        return None
+    return forward.__globals__.get(name) if name in forward.__code__.co_names else None
 
 
 def tensor_names(module: nn.Module, prefix: str, names: Mapping[int, str]) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ class Tap:
         self.listener: SiteListener | None = None
         self.auditing = False
         self.executed: dict[str, Site] = {}
+        self.forced: Mapping[str, Tensor] = {}  # choices by site, one row per token: replayed
         self.batch_shape: tuple[int, int] | None = None
         self.context: object | None = (
             None  # of a forward without an engine; made by its first layer

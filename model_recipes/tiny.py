@@ -122,6 +122,35 @@ _ENTRIES: dict[str, Entry] = {
         features=_UNTIED
         | {DENSE: {"dense_blocks": True, "intermediate_size": 920, "mlp_bias": False}},
     ),
+    "qwen3_moe": Entry(
+        fields={
+            "num_hidden_layers": 2,
+            "moe_intermediate_size": 184,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+            "norm_topk_prob": True,
+            "mlp_only_layers": [],
+        },
+        features=_UNTIED | {"unnormed": {"norm_topk_prob": False}},
+    ),
+    "deepseek_v3": Entry(
+        fields={
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 6,
+            "moe_intermediate_size": 184,
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "first_k_dense_replace": 1,
+            "q_lora_rank": 104,
+            "kv_lora_rank": 72,
+            "head_dim": 16,  # of the rotary part
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 40,
+        },
+    ),
     "granite": Entry(
         fields={
             "embedding_multiplier": 3.0,

@@ -33,6 +33,8 @@ from .stock_attention import stock_attention
 def head_shape(config: Any) -> tuple[int, int]:
     """(key heads, head size) of a transformers config."""
     heads = config.num_attention_heads
+    if getattr(config, "kv_lora_rank", None):  # latent attention: keys and values are expanded
+        return heads, config.qk_nope_head_dim + config.qk_rope_head_dim
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
     return getattr(config, "num_key_value_heads", None) or heads, head_dim
 

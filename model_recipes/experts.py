@@ -1,0 +1,315 @@
+"""Mixtures of experts in a transformers model: the router's and the experts' sites.
+
+    model.layers.1.mlp.gate#scores       router           x -> logits, fp32 by contract
+    model.layers.1.mlp.gate#experts      topk             logits -> which experts, best first
+    model.layers.1.mlp.gate#weights      topk_weights     logits, experts -> weights
+    model.layers.1.mlp.experts#gate_up   grouped_linear   x, experts -> [T, K, 2 I]
+    model.layers.1.mlp.experts#gated     gated            the product of each slot's halves
+    model.layers.1.mlp.experts#down      grouped_linear   -> [T, K, H]
+    model.layers.1.mlp.experts#combine   combine          slots and weights -> [T, H]
+
+The choice of experts is an observation of its own (integers, kind *choice*), so that a flipped
+expert is named where it flips: at ``#experts`` if equal logits gave another choice, else at the
+site that moved the logits. Recognised by class name and proved by running; under ``stock`` the
+original arithmetic runs, cut at the sites, with slots in transformers' own (sorted) order.
+
+A router obeys ``forced`` choices, recorded in another run (routing replay).
+
+Legend: T tokens, E experts, K slots per token, H width, I inner width.
+"""
+
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..kernels.errors import UncoveredSiteError
+from .bindings import kernel
+from .operators import ACTIVATIONS, Installer
+from .plan import STOCK
+from .recognise import Operator, activation_name, is_activation, tensor_names
+
+_PROBE_TOKENS = 3
+_IMPLEMENTATION = "grouped_mm"
+
+
+def router_facts(module: nn.Module) -> Mapping[str, Any] | None:
+    """``routing`` and ``bias`` (name of the correction bias) of a router, proved, else None."""
+    from ..kernels.moe import Routing
+
+    weight = getattr(module, "weight", None)
+    top_k, experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
+    if not type(module).__name__.lower().endswith("topkrouter") or weight is None:
+        return None
+    if not isinstance(top_k, int) or weight.dim() != 2 or len(weight) != experts:
+        return None
+    sigmoid = hasattr(module, "e_score_correction_bias")
+    own = cast(Any, module)
+    routing = Routing(
+        num_experts=experts,
+        top_k=top_k,
+        scoring="sigmoid" if sigmoid else "softmax",
+        normed=bool(own.norm_topk_prob),
+        eps=1e-20 if sigmoid else 0.0,
+        scale=float(getattr(module, "routed_scaling_factor", 1.0)),
+        groups=getattr(module, "num_group", 1) or 1,
+        groups_kept=getattr(module, "topk_group", 1) or 1,
+    )
+    facts = {"routing": routing, "bias": "e_score_correction_bias" if sigmoid else None}
+    return facts if _proves_router(module, facts) else None
+
+
+def _proves_router(module: nn.Module, facts: Mapping[str, Any]) -> bool:
+    """Whether the module's own outputs are those of the facts, on rows without ties."""
+    weight = cast(Tensor, module.weight)
+    x = _probe(weight.shape[1], weight)
+    with torch.no_grad():
+        logits, weights, chosen = type(module).forward(module, x)
+        mine = _stock_weights(logits, chosen, facts["routing"]).to(weights.dtype)
+        scores = _scores(logits, facts["routing"])
+        if facts["bias"]:
+            scores = scores + getattr(module, facts["bias"])
+        lowest = scores.gather(1, chosen).min(dim=1, keepdim=True).values
+        better = (scores > lowest).sum(dim=1)
+    best = facts["routing"].groups > 1 or bool((better < facts["routing"].top_k).all())
+    return best and torch.equal(mine, weights)
+
+
+def _probe(width: int, like: Tensor) -> Tensor:
+    x = torch.linspace(-1.0, 1.0, _PROBE_TOKENS * width).view(_PROBE_TOKENS, width).sin()
+    return x.to(like.device, like.dtype)
+
+
+def _scores(logits: Tensor, routing: Any) -> Tensor:
+    return logits.sigmoid() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
+
+
+def _stock_weights(logits: Tensor, chosen: Tensor, routing: Any) -> Tensor:
+    """The arithmetic that transformers' routers share, from a given choice."""
+    weights = _scores(logits, routing).gather(1, chosen)
+    if routing.normed:
+        total = weights.sum(dim=-1, keepdim=True)
+        weights = weights / (total + routing.eps if routing.eps else total)
+    return weights * routing.scale if routing.sigmoid else weights.to(logits.dtype)
+
+
+class _GivenLogits:
+    """``torch.nn.functional`` for a router's code, with its one product already computed."""
+
+    def __init__(self, logits: Tensor) -> None:
+        self._logits = logits
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_: self._logits) if name == "linear" else getattr(F, name)
+
+
+def _stock_choice(module: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    """``(x, logits) -> chosen`` by the module's own code."""
+    forward = cast(types.FunctionType, type(module).forward)
+
+    def choose(x: Tensor, logits: Tensor) -> Tensor:
+        scope = {**forward.__globals__, "F": _GivenLogits(logits)}
+        return types.FunctionType(forward.__code__, scope)(module, x)[2]
+
+    return choose
+
+
+def install_router(installer: Installer, operator: Operator) -> None:
+    """A router: its product, its choice, its weights."""
+    module, path, tap = operator.module, operator.path, installer.tap
+    routing, bias_name = operator.facts["routing"], operator.facts["bias"]
+    by_class = {
+        part: installer.site(path, op_class, part)
+        for part, op_class in
+        (("scores", "router"), ("experts", "topk"), ("weights", "topk_weights"))
+    }  # fmt: skip
+    names = tensor_names(module, path, installer.names)
+    weight = cast(nn.Parameter, module.weight)
+    own_choice = _stock_choice(module)
+
+    def stock_logits(x: Tensor) -> Tensor:
+        return type(module).forward(module, x)[0]
+
+    def stock_weights(logits: Tensor, chosen: Tensor) -> Tensor:
+        return _stock_weights(logits, chosen, routing)
+
+    def aligned_logits(x: Tensor) -> Tensor:
+        return moe.router_logits(x, weight)
+
+    def aligned_choice(x: Tensor, logits: Tensor) -> Tensor:
+        return moe.topk(logits.float(), routing, getattr(module, bias_name) if bias_name else None)
+
+    def aligned_weights(logits: Tensor, chosen: Tensor) -> Tensor:
+        return moe.topk_weights(logits.float(), chosen, routing)
+
+    moe = kernel("router")
+    (scores, run_scores), (choice, run_choice), (weights, run_weights) = (
+        (site, stock if chosen == STOCK else aligned)
+        for (site, chosen), stock, aligned in zip(
+            by_class.values(),
+            (stock_logits, own_choice, stock_weights),
+            (aligned_logits, aligned_choice, aligned_weights),
+            strict=True,
+        )
+    )
+
+    def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = hidden.reshape(-1, hidden.shape[-1])
+        logits = tap.through(
+            scores, lambda inputs: run_scores(inputs["x"]), {"x": x}, weights=names, flat=True
+        )
+        forced = tap.forced.get(choice.name)
+        chosen = tap.through(
+            choice,
+            lambda inputs: run_choice(x, inputs["logits"]) if forced is None else forced,
+            {"logits": logits},
+            flat=True,
+        )
+        given = tap.through(
+            weights,
+            lambda inputs: run_weights(inputs["logits"], inputs["experts"]),
+            {"logits": logits, "experts": chosen},
+            flat=True,
+        )
+        return logits, given, chosen
+
+    installer.put_forward(module, forward)
+
+
+def experts_facts(module: nn.Module) -> Mapping[str, Any] | None:
+    """``activation`` of a module of stacked experts, proved by running it, else None."""
+    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    act = getattr(module, "act_fn", None)
+    if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in (gate_up, down)):
+        return None
+    if not isinstance(act, nn.Module) or not is_activation(act):
+        return None
+    own = cast(Any, module)
+    odd = getattr(own, "has_bias", True) or getattr(own, "is_transposed", True)
+    if odd or not getattr(own, "is_concatenated", False):
+        return None
+    x = _probe(cast(Tensor, gate_up).shape[2], cast(Tensor, gate_up))
+    chosen = torch.arange(_PROBE_TOKENS, device=x.device)[:, None] + torch.arange(
+        min(2, len(cast(Tensor, gate_up))), device=x.device
+    )
+    chosen = chosen % len(cast(Tensor, gate_up))
+    weights = torch.full(chosen.shape, 0.375, device=x.device, dtype=x.dtype)
+    stock = _StockExperts(module)
+    with torch.no_grad():
+        theirs = type(module).forward(module, x, chosen, weights)
+        gated = stock.gated(stock.grouped(x, chosen, own.gate_up_proj), chosen)
+        mine = stock.combine(stock.grouped(gated, chosen, own.down_proj), weights, x.dtype)
+    return {"activation": activation_name(act)} if torch.equal(mine, theirs) else None
+
+
+class _StockExperts:
+    """transformers' grouped experts, cut at the sites; slots in its own order inside each part."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = cast(Any, module)
+
+    def _sorted(self, rows: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows in the order of their experts, that order, and the end of each expert's rows."""
+        owner, order = torch.sort(chosen.reshape(-1))
+        counts = torch.bincount(owner, minlength=self.module.num_experts)
+        source = order // chosen.shape[1] if len(rows) == len(chosen) else order
+        return rows[source], order, counts.cumsum(0).to(torch.int32)
+
+    @staticmethod
+    def _by_token(sorted_rows: Tensor, order: Tensor, chosen: Tensor) -> Tensor:
+        back = torch.empty_like(order)
+        back[order] = torch.arange(len(order), device=order.device)
+        return sorted_rows[back].unflatten(0, chosen.shape)
+
+    def grouped(self, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        """[T, H] or [T, K, I] -> [T, K, N]."""
+        from transformers.integrations import moe
+
+        rows, order, ends = self._sorted(x.flatten(0, 1) if x.dim() == 3 else x, chosen)
+        product = moe._grouped_linear  # pyright: ignore[reportPrivateUsage]
+        return self._by_token(product(rows, weight, ends), order, chosen)
+
+    def gated(self, gate_up: Tensor, chosen: Tensor) -> Tensor:
+        """[T, K, 2 I] -> [T, K, I]."""
+        rows, order, _ = self._sorted(gate_up.flatten(0, 1), chosen)
+        return self._by_token(self.module._apply_gate(rows), order, chosen)
+
+    def combine(self, y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
+        """[T, K, H] -> [T, H]."""
+        return (y * weights[..., None]).sum(dim=1).to(dtype)
+
+
+def install_experts(installer: Installer, operator: Operator) -> None:
+    """Stacked experts: two grouped products, the gated product between, and the combination."""
+    module, path, tap = operator.module, operator.path, installer.tap
+    own = cast(Any, module)
+    gated_class, _, fused = ACTIVATIONS.get(operator.facts["activation"], ("", "", ""))
+    gated_class = gated_class.replace("activation", "gated") or "gated"
+    up_site, up_choice = installer.site(path, "grouped_linear", "gate_up")
+    gated_site, gated_choice = installer.site(path, gated_class, "gated")
+    down_site, down_choice = installer.site(path, "grouped_linear", "down")
+    sum_site, sum_choice = installer.site(path, "combine", "combine")
+    if gated_choice != STOCK and not fused:
+        raise UncoveredSiteError(
+            f"{gated_site.name} uses {operator.facts['activation']}, for which there is no kernel "
+            "contract; override this site with stock, or use `--plan stock`"
+        )
+    choices = (up_choice, gated_choice, down_choice, sum_choice)
+    if STOCK in choices and own.config._experts_implementation != _IMPLEMENTATION:
+        raise UncoveredSiteError(
+            f"{path} runs its experts by {own.config._experts_implementation!r}, which has no "
+            f"sites; load the model with experts_implementation={_IMPLEMENTATION!r}"
+        )
+    stock, moe = _StockExperts(module), kernel("grouped_linear")
+    product = getattr(kernel(gated_class), fused) if fused else None
+
+    def grouped(choice: str, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+        return (stock.grouped if choice == STOCK else moe.grouped_linear)(x, chosen, weight)
+
+    def gated(gate_up: Tensor, chosen: Tensor) -> Tensor:
+        if gated_choice == STOCK or product is None:
+            return stock.gated(gate_up, chosen)
+        gate, up = gate_up.chunk(2, dim=-1)
+        return product(gate, up)
+
+    def combine(y: Tensor, weights: Tensor) -> Tensor:
+        if sum_choice == STOCK:
+            return stock.combine(y, weights, y.dtype)
+        return moe.combine(y, weights.float())
+
+    def forward(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        both = tap.through(
+            up_site,
+            lambda inputs: grouped(up_choice, inputs["x"], inputs["experts"], own.gate_up_proj),
+            {"x": x, "experts": chosen},
+            weights=names["gate_up_proj"],
+            flat=True,
+        )
+        inner = tap.through(
+            gated_site,
+            lambda inputs: gated(inputs["gate_up"], inputs["experts"]),
+            {"gate_up": both, "experts": chosen},
+            flat=True,
+        )
+        out = tap.through(
+            down_site,
+            lambda inputs: grouped(down_choice, inputs["x"], inputs["experts"], own.down_proj),
+            {"x": inner, "experts": chosen},
+            weights=names["down_proj"],
+            flat=True,
+        )
+        return tap.through(
+            sum_site,
+            lambda inputs: combine(inputs["y"], inputs["weights"]),
+            {"y": out, "weights": weights},
+            flat=True,
+        )
+
+    names = {
+        name: (installer.names.get(id(getattr(own, name)), f"{path}.{name}"),)
+        for name in ("gate_up_proj", "down_proj")
+    }
+    installer.put_forward(module, forward)
