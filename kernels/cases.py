@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from . import adversarial, cases_attention, cases_gradient
+from . import adversarial, cases_attention, cases_gpu, cases_gradient
 from . import cases_moe as cases_moe  # registers its own
 from .certify import register_cases, register_stock
 from .contract import Contract
@@ -276,12 +276,17 @@ for _cases in (
 for _name, _cases in {"activation_gelu": activation, "gated_gelu": gated}.items():
     register_cases(_name, _cases)
 register_cases("attention", cases_attention.attention, device="cpu")
+register_cases("attention_grad", cases_gradient.attention_grad, device="cpu")
 for _cases in (
     cases_gradient.rmsnorm_grad, cases_gradient.activation_grad, cases_gradient.gated_grad,
-    cases_gradient.attention_grad,
 ):  # fmt: skip
-    register_cases(_cases.__name__, _cases, device="cpu")
-register_cases("activation_gelu_grad", cases_gradient.activation_grad, device="cpu")
-register_cases("gated_gelu_grad", cases_gradient.gated_grad, device="cpu")
+    register_cases(_cases.__name__, _cases)
+register_cases("activation_gelu_grad", cases_gradient.activation_grad)
+register_cases("gated_gelu_grad", cases_gradient.gated_grad)
+for _cases in (
+    cases_gpu.gemm, cases_gpu.logprob, cases_gpu.logprob_grad, cases_gpu.attention,
+    cases_gpu.attention_grad,
+):  # fmt: skip
+    register_cases(_cases.__name__, _cases, device="sm90")
 for _dtype in ("float32", "bfloat16"):
     register_stock(f"linear.chain.{_dtype}.cpu.v1", stock_linear)

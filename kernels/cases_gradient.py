@@ -1,4 +1,4 @@
-"""Certification cases of the row operators' and attention's gradients on the CPU.
+"""Certification cases of the row operators' and attention's gradients; attention's on the CPU.
 
 Upstream gradients and saved tensors are adversarial like the forward's inputs. A norm's weight
 gradient sums over rows, so its rows are not moved; attention's saved maximum and sum come from
@@ -33,6 +33,10 @@ def _shapes(quick: bool) -> tuple[tuple[int, int], ...]:
     return QUICK_SHAPES if quick else FULL_SHAPES
 
 
+def _device(contract: Contract) -> str:
+    return "cpu" if contract.device == "cpu" else "cuda"
+
+
 def _label(shape: tuple[int, int]) -> str:
     return f"rows {shape[0]}, width {shape[1]}"
 
@@ -41,9 +45,13 @@ def rmsnorm_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterat
     dtype = getattr(torch, contract.dtype)
     for step, shape in enumerate(_shapes(quick)):
         base = seed * 1_000_003 + 10 * step
-        dy, s, ds = (adversarial.rows(*shape, seed=base + i, dtype=dtype) for i in range(3))
+        device = _device(contract)
+        dy, s, ds = (
+            adversarial.rows(*shape, seed=base + i, dtype=dtype, device=device) for i in range(3)
+        )
         weight = adversarial.rows(1, shape[1], seed=base + 3, dtype=dtype, kind="plain")[0]
-        initial = adversarial.rows(1, shape[1], seed=base + 4)[0] if step % 2 else None
+        weight = weight.to(device)
+        initial = adversarial.rows(1, shape[1], seed=base + 4)[0].to(device) if step % 2 else None
         arguments = (dy, s, weight, 1e-5, step % 3 == 1, ds if step % 2 == 0 else None, initial)
         yield Case(label=_label(shape), arguments=arguments)
 
@@ -58,7 +66,10 @@ def gated_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator
     for step, shape in enumerate(_shapes(quick)):
         base = seed * 1_000_003 + 10 * step
         tensors = tuple(
-            adversarial.rows(*shape, seed=base + i, dtype=dtype, scale=0.3) for i in range(3)
+            adversarial.rows(
+                *shape, seed=base + i, dtype=dtype, scale=0.3, device=_device(contract)
+            )
+            for i in range(3)
         )
         yield Case(label=_label(shape), arguments=tensors, rows=(0, 1, 2))
 
@@ -93,10 +104,7 @@ def _forward(
     pages = [-(-length // 16) for length in lengths]
     shape = (sum(pages), 16, *k.shape[1:])
     slots = torch.cat(
-        [
-            torch.arange(length) + 16 * sum(pages[:request])
-            for request, length in enumerate(lengths)
-        ]
+        [torch.arange(length) + 16 * sum(pages[:request]) for request, length in enumerate(lengths)]
     )
     k_rows, v_rows = k.new_zeros(shape), v.new_zeros(shape)
     k_rows.flatten(0, 1)[slots], v_rows.flatten(0, 1)[slots] = k, v

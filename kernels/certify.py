@@ -47,7 +47,7 @@ def register_stock(contract_id: str, run: Callable[..., Any]) -> None:
 
 def load_operators() -> None:
     """Import every operator of this package, so that all its contracts are registered."""
-    for path in sorted(Path(__file__).resolve().parent.glob("*/cpu.py")):
+    for path in sorted(Path(__file__).resolve().parent.glob("*/[cg]pu.py")):
         importlib.import_module(f"{__package__}.{path.parent.name}")
 
 

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 TIE = 1.1  # speeds this close count as equal: the order of registration decides
 
 _CHOSEN: dict[tuple[str, tuple[int, ...]], Implementation] = {}
+_ADMITTED: dict[str, frozenset[str]] = {}
 _DECIDING = threading.RLock()
 
 
@@ -65,9 +66,20 @@ def choose(contract_id: str, key: tuple[int, ...] = ()) -> Implementation:
     return chosen if chosen is not None else _decide(contract_id, key)
 
 
+def admitted(contract_id: str, name: str) -> bool:
+    """Whether one implementation is proved here: for phases that have implementations of their own.
+
+    Decides like :func:`choose`, so everything offered is proved at the first question.
+    """
+    if contract_id not in _ADMITTED:
+        _decide(contract_id, ())
+    return name in _ADMITTED[contract_id]
+
+
 def forget() -> None:
     """Drop this process's decisions; the next call of a contract reads its certificates again."""
     _CHOSEN.clear()
+    _ADMITTED.clear()
 
 
 @contextlib.contextmanager
@@ -108,14 +120,14 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
         # The caller's modes (an audit, a default device) are not about the sweep.
         with torch._C.DisableTorchFunction():  # pyright: ignore[reportPrivateUsage]
             held = _certificates_of(contract, able, key)
-        admitted = [each for each in able if held[each.name].admitted]
+        serving = [each for each in able if held[each.name].admitted]
         for each in able:
             if not held[each.name].admitted:
                 _warn(f"{each.name} may not serve {contract_id}: it {held[each.name].reason}")
-        if admitted:
-            speeds = {each.name: held[each.name].speed_ns or float("inf") for each in admitted}
+        if serving:
+            speeds = {each.name: held[each.name].speed_ns or float("inf") for each in serving}
             bar = TIE * min(speeds.values())
-            chosen = next(each for each in admitted if speeds[each.name] <= bar)
+            chosen = next(each for each in serving if speeds[each.name] <= bar)
         else:
             chosen = reference(contract_id)
             reasons = "; ".join(f"{name}: {why or 'refused'}" for name, why in missing.items())
@@ -123,6 +135,7 @@ def _decide(contract_id: str, key: tuple[int, ...]) -> Implementation:
                 f"no implementation of {contract_id} may serve here ({reasons or 'none exists'}), "
                 "so its reference does: the same bits, but slowly. `zm doctor` says what to install"
             )
+        _ADMITTED.setdefault(contract_id, frozenset(each.name for each in serving))
         _CHOSEN[(contract_id, key)] = chosen
         return chosen
 

@@ -14,11 +14,12 @@ tests/kernels/attention`` exercises both.
 
 Head sizes up to 256; one that is no multiple of 16 is padded with zeros, which changes no bit.
 
+CUDA tensors go to :mod:`.gpu`, whose contract has the same properties and other bits.
+
 Legend: T query rows, H query heads, HK kv heads, D head size, B requests, P pages.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +30,9 @@ from torch.nn.functional import pad
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
-from . import cpu
-from .batch import PAGE, AttentionBatch, packed_batch
+from . import cpu, gpu
+from . import gpu_contract as gpu_contract  # registers the contracts
+from .batch import PAGE, AttentionBatch, KVCache, packed_batch
 
 __all__ = [
     "PAGE",
@@ -46,23 +48,6 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class KVCache:
-    """Pages of keys ``k [P, HK, D', 16]`` and values ``v [P, HK, 16, D']``; D' is D padded."""
-
-    k: Tensor
-    v: Tensor
-    head_dim: int
-
-    @property
-    def num_pages(self) -> int:
-        return self.k.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.k.shape[1]
-
-
 def new_cache(
     num_pages: int,
     kv_heads: int,
@@ -71,7 +56,9 @@ def new_cache(
     dtype: torch.dtype,
     device: str | torch.device = "cpu",
 ) -> KVCache:
-    """An uninitialised cache of ``num_pages`` pages of 16 positions, fp32 or bf16."""
+    """An uninitialised cache of ``num_pages`` pages of 16 positions: fp32, bf16; fp16 on a GPU."""
+    if torch.device(device).type == "cuda":
+        return gpu.new_cache(num_pages, kv_heads, head_dim, dtype=dtype, device=device)
     if torch.device(device).type != "cpu" or dtype not in cpu.CONTRACTS:
         raise ContractError(f"no cache for {dtype} on {device}; use float32 or bfloat16 on the CPU")
     if not 0 < head_dim <= cpu.MAX_HEAD_DIM:
@@ -80,11 +67,17 @@ def new_cache(
             "keep this model's attention stock"
         )
     k, v = cpu.new_pages(num_pages, kv_heads, -(-head_dim // PAGE) * PAGE, dtype)
-    return KVCache(k, v, head_dim)
+    return KVCache(k, v, kv_heads, head_dim)
 
 
 def write_kv(cache: KVCache, k: Tensor, v: Tensor, slot: Tensor) -> None:
-    """Copy ``k, v [T, HK, D]`` bit for bit into distinct slots ``[T]`` (page * 16 + offset)."""
+    """Copy ``k, v [T, HK, D]`` bit for bit into distinct slots ``[T]`` (page * 16 + offset).
+
+    On a GPU, negative slots are padding: skipped.
+    """
+    if cache.k.is_cuda:
+        gpu.write_kv(cache, k, v, slot)
+        return
     wanted = (slot.numel(), cache.kv_heads, cache.head_dim)
     if k.shape != wanted or v.shape != wanted or {k.dtype, v.dtype} != {cache.k.dtype}:
         raise ContractError(
@@ -104,6 +97,8 @@ def write_kv(cache: KVCache, k: Tensor, v: Tensor, slot: Tensor) -> None:
 
 def read_kv(cache: KVCache, block_table_row: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """``k, v [length, HK, D]`` of the request whose pages are listed in ``block_table_row``."""
+    if cache.k.is_cuda:
+        return gpu.read_kv(cache, block_table_row, length)
     pages = block_table_row[: -(-length // PAGE)].long()
     k = cache.k[pages].permute(0, 3, 1, 2).flatten(0, 1)
     v = cache.v[pages].transpose(1, 2).flatten(0, 1)
@@ -115,6 +110,8 @@ def read_kv(cache: KVCache, block_table_row: Tensor, length: int) -> tuple[Tenso
 
 def read_slots(cache: KVCache, slot: Tensor) -> tuple[Tensor, Tensor]:
     """``k, v [T, HK, D]`` as the cache holds them in slots ``[T]`` (page * 16 + offset)."""
+    if cache.k.is_cuda:
+        return gpu.read_slots(cache, slot)
     page, offset = slot // PAGE, slot % PAGE
     return cache.k[page, :, : cache.head_dim, offset], cache.v[page, :, offset, : cache.head_dim]
 
@@ -134,6 +131,10 @@ def paged_attention(
     window: a query sees its last ``window`` positions, itself included. softcap: scores become
     ``cap * tanh(score / cap)``. sinks: fp32 ``[H]``, a score without a value for each head.
     """
+    if cache.k.is_cuda:
+        return gpu.paged_attention(
+            q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     _check(q, cache.kv_heads, cache.head_dim, cache.k.dtype, batch.slot.numel())
     settings = _settings(scale, window, softcap)
     run = choose(covering(cpu.CONTRACTS, q).id).run
@@ -160,6 +161,9 @@ def packed_attention(
     Writes K and V into private pages and runs the kernel of :func:`paged_attention`, so the bits
     are the same. Differentiable in q, k, v and sinks. Other arguments as there.
     """
+    if q.is_cuda:
+        options = {"window": window, "softcap": softcap, "sinks": sinks}
+        return gpu.packed_attention(q, k, v, query_start, scale=scale, **options)
     if k.shape != v.shape or k.dim() != 3 or k.dtype != v.dtype:
         raise ContractError(
             f"k {k.dtype} {tuple(k.shape)} and v {v.dtype} {tuple(v.shape)} differ; "

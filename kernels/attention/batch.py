@@ -8,7 +8,8 @@ request in pages 2, 9, 4). Rows of a request are the last ones of its ``kv_len``
 are ``page * 16 + offset``; a table's unused entries may hold anything.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +20,37 @@ PAGE = 16
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KVCache:
+    """Pages of keys and values on one device, in the layout of its kernels.
+
+    CPU: ``k [P, HK, D', 16]``, ``v [P, HK, 16, D']``, D' is D padded to 16. GPU: both
+    ``[P, 16, HK, D]``.
+    """
+
+    k: Tensor
+    v: Tensor
+    kv_heads: int
+    head_dim: int
+
+    @property
+    def num_pages(self) -> int:
+        return self.k.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionBatch:
     """Index tensors of one step, all on one device.
 
     query_start: int32 [B + 1], ascending from 0. kv_len: int32 [B].
     block_table: int32 [B, max_pages]. slot: int64 [T], one distinct slot per new token.
+    derived: what kernels make of these once per step, for all layers.
     """
 
     query_start: Tensor
     kv_len: Tensor
     block_table: Tensor
     slot: Tensor
+    derived: dict[Any, Any] = field(default_factory=dict[Any, Any])
 
     def __post_init__(self) -> None:
         requests = self.kv_len.numel()

@@ -7,9 +7,9 @@ depend on its query and its own keys. Queries of requests with few new tokens ar
 (decode), the others walk (prefill); which is schedule, chosen per request on the device, so a
 captured graph serves any mixture.
 
-Cache layout: ``k, v [num_pages, PAGE, HK, D]``. Head sizes 64, 80, 96, 128, 256; windows, soft-
-capping and sinks. The backward (packed form) runs in two passes without atomics. Memory off the
-request's keys, NaN included, never reaches a result.
+Head sizes up to 256; windows, softcapping and sinks. The backward (packed form) runs in two passes
+without atomics. Memory off the request's keys, NaN included, never reaches a result.
+:mod:`.gpu_contract` holds the contracts and their references.
 
 Legend: T query rows, H query heads, HK kv heads, G = H / HK, D head size, B requests.
 """
@@ -19,30 +19,116 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
-from ..errors import ContractError
-from ..gpu.device import HALF_DTYPES, NAMES, aligned, missing, require
-from .batch import PAGE, AttentionBatch
+from ..dispatch import admitted, choose
+from ..errors import ContractError, NotCertifiedError
+from ..gpu.device import NAMES, aligned, require
+from ..gpu.register import ARCHITECTURE
+from .batch import PAGE, AttentionBatch, KVCache
 from .gpu_launch import LOG2E, backward, hopper, hopper_serves, split, walk
-from .gpu_step import GpuCache, Work, new_cache, read_kv, schedule, write_kv, write_kv_op
-from .gpu_table import HEAD_SIZES, SPLIT
+from .gpu_step import (
+    Work,
+    new_cache,
+    read_kv,
+    read_slots,
+    schedule,
+    walk_tile,
+    write_kv,
+    write_kv_op,
+)
+from .gpu_table import MAX_HEAD_DIM, SPLIT
 
 __all__ = [
-    "GpuCache",
     "Work",
     "backward",
+    "contract_id",
     "new_cache",
     "packed_attention",
     "packed_attention_op",
+    "packed_forward",
     "paged_attention",
     "paged_attention_op",
+    "paged_forward",
     "read_kv",
+    "read_slots",
     "schedule",
+    "walk_tile",
     "write_kv",
     "write_kv_op",
 ]
+
+
+def contract_id(dtype: torch.dtype, op: str = "attention") -> str:
+    """The contract of ``attention`` or ``attention_grad`` at a dtype."""
+    order = f"split{SPLIT}" if op == "attention" else "passes2"
+    return f"{op}.{order}.{NAMES[dtype]}.{ARCHITECTURE}.v1"
+
+
+def _certified(dtype: torch.dtype, *names: str) -> str:
+    """The first of ``names`` that is proved here."""
+    contract = contract_id(dtype)
+    for name in names:
+        if admitted(contract, name):
+            return name
+    raise NotCertifiedError(
+        f"none of {', '.join(names)} gave the bits of {contract} on this machine; "
+        f"`zm kernels certify {contract}` shows the first difference"
+    )
+
+
+def paged_forward(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    index: tuple[Tensor, Tensor, Tensor],
+    work: Work,
+    settings: tuple[float, int, float, Tensor | None],
+) -> tuple[Tensor, Tensor]:
+    """(o [T, H, D], lse [H, T]); index: query_start, kv_len, block_table."""
+    q = aligned(q)
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
+    if q.numel() and work.tiles:
+        walk(q, k_cache, v_cache, o, lse, index, None, work.walk_start, work.tiles, settings)
+    if q.numel() and work.chunks:
+        few, chunks = work.few, work.chunks
+        split(q, k_cache, v_cache, o, lse, index, work.split_start, chunks, few, settings)
+    return o, lse
+
+
+def packed_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    settings: tuple[float, int, float, Tensor | None],
+    *,
+    specialised: bool,
+) -> tuple[Tensor, Tensor]:
+    """(o [T, H, D], lse [H, T]) over contiguous keys; specialised: Hopper's kernel where it can."""
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
+    if not q.numel():
+        return o, lse
+    kv_len = query_start.diff()
+    scale, window, softcap, sinks = settings
+    work = schedule(
+        query_start,
+        kv_len,
+        tokens=q.shape[0],
+        group=q.shape[1] // k.shape[1],
+        tile=walk_tile(q),
+        max_kv=q.shape[0],
+        window=window,
+        split=False,
+    )
+    if specialised and hopper_serves(q, window, softcap, sinks):
+        hopper(q, k, v, o, lse, query_start, work, scale)
+        return o, lse
+    index = (query_start, kv_len, query_start[None])
+    walk(q, k, v, o, lse, index, query_start, work.walk_start, work.tiles, settings)
+    return o, lse
 
 
 @torch.library.custom_op("zeromismatch::paged_attention", mutates_args=())
@@ -64,32 +150,87 @@ def paged_attention_op(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(o [T, H, D], lse [H, T])."""
-    q = aligned(q)
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
-    if not q.numel():
-        return o, lse
+    _certified(q.dtype, "triton-paged")
+    work = Work(walk_start, split_start, tiles, chunks, few)
     index = (query_start, kv_len, block_table)
-    settings = (scale, window, softcap, sinks)
-    if tiles:
-        walk(q, k_cache, v_cache, o, lse, index, None, walk_start, tiles, settings)
-    if chunks:
-        split(q, k_cache, v_cache, o, lse, index, split_start, chunks, few, settings)
-    return o, lse
+    return paged_forward(q, k_cache, v_cache, index, work, (scale, window, softcap, sinks))
 
 
 @paged_attention_op.register_fake
 def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("zeromismatch::packed_attention", mutates_args=())
+def packed_attention_op(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """(o [T, H, D], lse [H, T])."""
+    name = _certified(q.dtype, "gluon-hopper", "triton-walk")
+    settings = (scale, window, softcap, sinks)
+    return packed_forward(q, k, v, query_start, settings, specialised=name == "gluon-hopper")
+
+
+@packed_attention_op.register_fake
+def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
+
+
+@torch.library.custom_op("zeromismatch::packed_attention_grad", mutates_args=())
+def packed_attention_grad_op(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse: Tensor,
+    query_start: Tensor,
+    scale: float,
+    window: int,
+    softcap: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(dq, dk, dv, delta [H, T])."""
+    run = choose(contract_id(q.dtype, "attention_grad")).run
+    return run(do, q, k, v, o, lse, query_start, scale, window, softcap)
+
+
+@packed_attention_grad_op.register_fake
+def _(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, *args: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(each.new_empty(each.shape) for each in (q, k, v, lse))  # type: ignore[return-value]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, query_start, *ctx.settings, sinks = inputs
+    ctx.save_for_backward(q, k, v, *output, query_start, sinks)
+
+
+def _grad(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, o, lse, query_start, sinks = ctx.saved_tensors
+    dq, dk, dv, delta = packed_attention_grad_op(do, q, k, v, o, lse, query_start, *ctx.settings)
+    d_sinks = None
+    if sinks is not None:
+        d_sinks = -(torch.exp2(sinks[:, None] * LOG2E - lse) * delta).sum(1)
+    return dq, dk, dv, None, None, None, None, d_sinks
+
+
+packed_attention_op.register_autograd(_grad, setup_context=_keep)
 
 
 def _check(q: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
-    require("attention", q, dtypes=HALF_DTYPES)
-    if q.dim() != 3 or q.shape[2] != head_dim or q.dtype != dtype or head_dim not in HEAD_SIZES:
+    require("attention", q)
+    if q.dim() != 3 or q.shape[2] != head_dim or q.dtype != dtype or head_dim > MAX_HEAD_DIM:
         raise ContractError(
             f"q is {q.dtype} {tuple(q.shape)} for {dtype} keys of head size {head_dim}; pass "
-            f"q [T, H, D] in the "
-            f"same dtype, with a head size of {HEAD_SIZES}"
+            f"q [T, H, D] in the same dtype, with a head size up to {MAX_HEAD_DIM}"
         )
     if kv_heads == 0 or q.shape[1] % kv_heads:
         raise ContractError(
@@ -108,8 +249,7 @@ def _settings(
     ):
         raise ContractError(
             f"scale {scale}, window {window}, softcap {softcap}: scale and softcap must be "
-            f"positive and a window at "
-            "least 1; pass None for no window or cap"
+            "positive and a window at least 1; pass None for no window or cap"
         )
     if sinks is not None and sinks.shape != (q.shape[1],):
         raise ContractError(f"sinks {tuple(sinks.shape)} do not fit; pass one per query head")
@@ -121,9 +261,25 @@ def _settings(
     )
 
 
+def step_work(q: Tensor, cache: KVCache, batch: AttentionBatch, window: int) -> Work:
+    """The work lists of one step, made once and kept with the batch for all layers."""
+    key = (walk_tile(q), q.shape[1] // cache.kv_heads, window)
+    if key not in batch.derived:
+        batch.derived[key] = schedule(
+            batch.query_start,
+            batch.kv_len,
+            tokens=q.shape[0],
+            group=key[1],
+            tile=key[0],
+            max_kv=batch.block_table.shape[1] * PAGE,
+            window=window,
+        )
+    return batch.derived[key]
+
+
 def paged_attention(
     q: Tensor,
-    cache: GpuCache,
+    cache: KVCache,
     batch: AttentionBatch,
     *,
     scale: float,
@@ -134,21 +290,13 @@ def paged_attention(
 ) -> Tensor:
     """Attend ``q [T, H, D]`` over keys already written to the cache; no autograd.
 
-    work: from :func:`schedule`, once per step; made here when absent.
+    work: from :func:`schedule`; by default made at the batch's first layer and kept with it.
     """
     _check(q, cache.kv_heads, cache.head_dim, cache.k.dtype)
     scale, window, softcap, sinks = _settings(q, scale, window, softcap, sinks)
-    work = work or schedule(
-        batch.query_start,
-        batch.kv_len,
-        tokens=q.shape[0],
-        group=q.shape[1] // cache.kv_heads,
-        head_dim=q.shape[2],
-        max_kv=batch.block_table.shape[1] * PAGE,
-        window=window,
-    )
+    work = work or step_work(q, cache, batch, window)
     return paged_attention_op(
-        q,
+        q.detach(),
         cache.k,
         cache.v,
         batch.query_start,
@@ -162,87 +310,8 @@ def paged_attention(
         scale,
         window,
         softcap,
-        sinks,
+        None if sinks is None else sinks.detach(),
     )[0]
-
-
-@torch.library.custom_op("zeromismatch::packed_attention", mutates_args=())
-def packed_attention_op(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start: Tensor,
-    scale: float,
-    window: int,
-    softcap: float,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """(o [T, H, D], lse [H, T]): the walk over contiguous keys."""
-    q, k, v = aligned(q), aligned(k), aligned(v)
-    o = torch.empty_like(q)
-    lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
-    if not q.numel():
-        return o, lse
-    kv_len = query_start.diff()
-    work = schedule(
-        query_start,
-        kv_len,
-        tokens=q.shape[0],
-        group=q.shape[1] // k.shape[1],
-        head_dim=q.shape[2],
-        max_kv=q.shape[0],
-        window=window,
-        split=False,
-    )
-    if hopper_serves(q, window, softcap, sinks):
-        hopper(q, k, v, o, lse, query_start, work, scale)
-        return o, lse
-    table = query_start[None]
-    walk(
-        q,
-        k,
-        v,
-        o,
-        lse,
-        (query_start, kv_len, table),
-        query_start,
-        work.walk_start,
-        work.tiles,
-        (scale, window, softcap, sinks),
-    )
-    return o, lse
-
-
-@packed_attention_op.register_fake
-def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
-
-
-class _Packed(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        sinks: Tensor | None,
-        query_start: Tensor,
-        settings: tuple[float, int, float],
-    ) -> Tensor:
-        o, lse = packed_attention_op(q, k, v, query_start, *settings, sinks)
-        ctx.save_for_backward(q, k, v, o, lse, sinks, query_start)
-        ctx.settings = settings
-        return o
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, do: Tensor) -> tuple[Any, ...]:
-        q, k, v, o, lse, sinks, query_start = ctx.saved_tensors
-        dq, dk, dv, delta = backward(q, k, v, o, lse, do, query_start, *ctx.settings)
-        d_sinks = None
-        if sinks is not None:
-            d_sinks = -(torch.exp2(sinks[:, None] * LOG2E - lse) * delta).sum(1)
-        return dq, dk, dv, d_sinks, None, None
 
 
 def packed_attention(
@@ -258,87 +327,12 @@ def packed_attention(
 ) -> Tensor:
     """Whole requests back to back, ``query_start`` int32 [B + 1]; differentiable in all."""
     _check(q, k.shape[1], k.shape[2], k.dtype)
-    if k.shape != v.shape or k.shape[0] != q.shape[0]:
+    require("attention", q, k, v, query_start, sinks)
+    if k.shape != v.shape or k.dtype != v.dtype or k.shape[0] != q.shape[0]:
         raise ContractError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} do not fit q {tuple(q.shape)}; "
-            "pass both as [T, HK, D]"
+            f"k {k.dtype} {tuple(k.shape)} and v {v.dtype} {tuple(v.shape)} do not fit q "
+            f"{tuple(q.shape)}; pass both as [T, HK, D]"
         )
     scale, window, softcap, sinks = _settings(q, scale, window, softcap, sinks)
-    return _Packed.apply(q, k, v, sinks, query_start.to(torch.int32), (scale, window, softcap))
-
-
-def reference(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    """The definition on this architecture: each query row alone, as the only row of a call."""
-    rows = []
-    for start, stop in zip(query_start.tolist()[:-1], query_start.tolist()[1:], strict=True):
-        pages = -(-(stop - start) // PAGE)
-        cache = new_cache(max(1, pages), k.shape[1], k.shape[2], dtype=k.dtype, device=k.device)
-        slot = torch.arange(stop - start, device=q.device)
-        write_kv(cache, k[start:stop], v[start:stop], slot)
-        table = torch.arange(max(1, pages), dtype=torch.int32, device=q.device)[None]
-        for row in range(start, stop):
-            one = torch.tensor([0, 1], dtype=torch.int32, device=q.device)
-            length = torch.tensor([row - start + 1], dtype=torch.int32, device=q.device)
-            batch = AttentionBatch(one, length, table, slot[row - start : row - start + 1])
-            rows.append(
-                paged_attention(
-                    q[row : row + 1],
-                    cache,
-                    batch,
-                    scale=scale,
-                    window=window or None,
-                    softcap=softcap or None,
-                    sinks=sinks,
-                )
-            )
-    return torch.cat(rows) if rows else torch.empty_like(q)
-
-
-def _run(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    query_start: Tensor,
-    scale: float,
-    window: int = 0,
-    softcap: float = 0.0,
-    sinks: Tensor | None = None,
-) -> Tensor:
-    return packed_attention_op(q, k, v, query_start, scale, window, softcap, sinks)[0]
-
-
-for _dtype in HALF_DTYPES:
-    register_contract(
-        Contract(
-            id=f"attention.split{SPLIT}.{NAMES[_dtype]}.sm90.v1",
-            op="attention",
-            dtype=NAMES[_dtype],
-            device="sm90",
-            formula="o = softmax(scale q k) v, causal, with window, softcap and sinks",
-            order=(
-                f"blocks of 128 keys (64 above head size 128) and chunks of {SPLIT} on "
-                f"the absolute grid, ascending"
-            ),
-            rounding="fp32 scores and sums; p rounded to the dtype for both the row sum and p.v",
-            functions="fma, ex2.approx.ftz, lg2.approx, IEEE division, Hopper mma",
-            reference="zeromismatch.kernels.attention.gpu:reference",
-            gradient_rtol=2e-2,
-        )
-    )
-    register_implementation(
-        Implementation(
-            contract=f"attention.split{SPLIT}.{NAMES[_dtype]}.sm90.v1",
-            name="triton-walk",
-            run=_run,
-            missing=missing,
-        )
-    )
+    start = query_start.to(torch.int32).contiguous()
+    return packed_attention_op(q, k, v, start, scale, window, softcap, sinks)[0]

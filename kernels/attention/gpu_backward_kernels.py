@@ -109,16 +109,16 @@ def attention_dkv_kernel(
         do = tl.load(do_ptr + q_at, mask=m_q, other=0.0)
         lse = tl.load(lse_ptr + head * T + start + queries, mask=live, other=0.0)
         delta = tl.load(delta_ptr + head * T + start + queries, mask=live, other=0.0)
-        z = tl.dot(k, tl.trans(q))
+        z = tl.dot(k, tl.trans(q), input_precision="ieee")
         p, slope = _probabilities(z, lse[None, :], scale, c, SOFTCAP)
         seen = (keys[:, None] <= queries[None, :]) & live[None, :] & (keys < length)[:, None]
         if WINDOW > 0:
             seen = seen & (keys[:, None] > queries[None, :] - WINDOW)
         p = tl.where(seen, p, 0.0)
-        dv = tl.dot(p.to(do.dtype), do, dv)
-        dp = tl.dot(v, tl.trans(do))
+        dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")
+        dp = tl.dot(v, tl.trans(do), input_precision="ieee")
         ds = tl.where(seen, p * (dp - delta[None, :]) * slope, 0.0)
-        dk = tl.dot(ds.to(q.dtype), q, dk)
+        dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")
     out = (start + keys).to(tl.int64)[:, None] * stride_kt + kv_head * D + dims[None, :]
     tl.store(dk_ptr + out, (dk * scale).to(dk_ptr.dtype.element_ty), mask=m_k)
     tl.store(dv_ptr + out, dv.to(dv_ptr.dtype.element_ty), mask=m_k)
@@ -177,12 +177,12 @@ def attention_dq_kernel(
         k_at = (start + keys).to(tl.int64)[:, None] * stride_kt + (head // G) * D + dims[None, :]
         k = tl.load(k_ptr + k_at, mask=m_k, other=0.0)
         v = tl.load(v_ptr + k_at, mask=m_k, other=0.0)
-        z = tl.dot(q, tl.trans(k))
+        z = tl.dot(q, tl.trans(k), input_precision="ieee")
         p, slope = _probabilities(z, lse[:, None], scale, c, SOFTCAP)
         seen = (keys[None, :] <= queries[:, None]) & (keys < length)[None, :]
         if WINDOW > 0:
             seen = seen & (keys[None, :] > queries[:, None] - WINDOW)
-        dp = tl.dot(do, tl.trans(v))
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")
         ds = tl.where(seen, p * (dp - delta[:, None]) * slope, 0.0)
-        dq = tl.dot(ds.to(k.dtype), k, dq)
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")
     tl.store(dq_ptr + q_at, (dq * scale).to(dq_ptr.dtype.element_ty), mask=m_q)

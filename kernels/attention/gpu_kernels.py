@@ -32,7 +32,8 @@ def _scores(z, scale, c, SOFTCAP: tl.constexpr):
     """(x, factor): scores before the running max, and what turns them into base-2 logarithms."""
     if SOFTCAP > 0.0:
         t = z * scale * (2.0 * LOG2E / SOFTCAP)
-        z = SOFTCAP * (1.0 - tl.math.div_rn(2.0 + tl.zeros_like(t), tl.math.exp2(t) + 1.0))
+        capped = SOFTCAP * (1.0 - tl.math.div_rn(2.0 + tl.zeros_like(t), tl.math.exp2(t) + 1.0))
+        z = tl.where(z == float("-inf"), z, capped)  # a masked key stays masked
         factor = LOG2E
     else:
         factor = c
@@ -48,8 +49,8 @@ def _step(z, b_v, m, l, acc, scale, c, SOFTCAP: tl.constexpr, BN: tl.constexpr):
     p = tl.math.exp2(tl.fma(x, tl.zeros_like(x) + factor, tl.zeros_like(x) - guard[:, None]))
     a = tl.math.exp2(m - guard)
     pb = p.to(b_v.dtype)
-    l = tl.dot(pb, tl.full((BN, 16), 1.0, b_v.dtype), l * a[:, None])
-    acc = tl.dot(pb, b_v, acc * a[:, None])
+    l = tl.dot(pb, tl.full((BN, 16), 1.0, b_v.dtype), l * a[:, None], input_precision="ieee")
+    acc = tl.dot(pb, b_v, acc * a[:, None], input_precision="ieee")
     return m_new, l, acc
 
 
@@ -135,7 +136,7 @@ def _masked_block(
     offsets = rows[:, None] * stride_kn + dims[None, :]
     b_k = tl.load(k_ptr + offsets, mask=m_kv, other=0.0)
     b_v = tl.load(v_ptr + offsets, mask=m_kv, other=0.0)
-    z = tl.dot(q, tl.trans(b_k))
+    z = tl.dot(q, tl.trans(b_k), input_precision="ieee")
     visible = inside[None, :] & (positions[None, :] <= query_pos[:, None])
     if WINDOW > 0:
         visible = visible & (positions[None, :] > query_pos[:, None] - WINDOW)
@@ -232,7 +233,7 @@ def attention_walk_kernel(
         for n in range(low, middle, BN):
             if TMA:
                 b_k = k_desc.load([kv_start + n, kv_head * D])
-                z = tl.dot(q, b_k.T)
+                z = tl.dot(q, b_k.T, input_precision="ieee")
                 b_v = v_desc.load([kv_start + n, kv_head * D])
             else:
                 positions = n + tl.arange(0, BN)
@@ -244,7 +245,7 @@ def attention_walk_kernel(
                 else:
                     b_k = tl.load(k_ptr + offsets, mask=(dims < D)[None, :], other=0.0)
                     b_v = tl.load(v_ptr + offsets, mask=(dims < D)[None, :], other=0.0)
-                z = tl.dot(q, tl.trans(b_k))
+                z = tl.dot(q, tl.trans(b_k), input_precision="ieee")
             m, l, acc = _step(z, b_v, m, l, acc, scale, c, SOFTCAP, BN)
         for n in tl.range(middle, high, BN, num_stages=1):
             rows = _key_rows(table_ptr, n + tl.arange(0, BN), kv_len, PAGE, PAGED)

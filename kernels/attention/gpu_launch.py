@@ -14,18 +14,7 @@ from torch import Tensor
 from ..gpu.device import aligned, num_multiprocessors
 from .batch import PAGE
 from .gpu_step import Work, schedule
-from .gpu_table import (
-    DKV,
-    DKV_KEYS,
-    DQ,
-    DQ_KEYS,
-    HOPPER_QUERIES,
-    SPLIT,
-    SPLIT_KEYS,
-    WALK,
-    block_keys,
-    padded,
-)
+from .gpu_table import HOPPER_QUERIES, SPLIT, Shape, block_keys, padded, shape_of
 
 LOG2E = 1.4426950408889634
 
@@ -51,13 +40,11 @@ def walk(
     scale, window, softcap, sinks = settings
     _, heads, size = q.shape
     kv_heads, width = k.shape[-2], padded(size)
-    shape = WALK[width]
+    shape, keys = shape_of("walk", size, q.dtype), block_keys(size, q.dtype)
     paged = kv_start is None
-    describe = not paged and size == width and k.data_ptr() % 16 == 0
+    describe = not paged and size == width and k.data_ptr() % 16 == 0 and q.dtype != torch.float32
     descriptors = [
-        TensorDescriptor(
-            x, [x.shape[0], kv_heads * size], [kv_heads * size, 1], [block_keys(size), size]
-        )
+        TensorDescriptor(x, [x.shape[0], kv_heads * size], [kv_heads * size, 1], [keys, size])
         if describe
         else None
         for x in (k, v)
@@ -88,7 +75,7 @@ def walk(
         G=heads // kv_heads,
         R=1,
         BM=shape.bm,
-        BN=block_keys(size),
+        BN=keys,
         P=SPLIT,
         D=size,
         BD=width,
@@ -124,7 +111,7 @@ def split(
     kv_heads, width = k.shape[-2], padded(size)
     group = heads // kv_heads
     rows = max(16, 1 << (group - 1).bit_length())
-    shape = SPLIT_KEYS[width]
+    shape = shape_of("split", size, q.dtype)
     part = torch.empty(chunks * kv_heads * rows, width, device=q.device)
     part_m, part_l = (torch.empty(chunks * kv_heads * rows, device=q.device) for _ in range(2))
     sms, items = num_multiprocessors(q.device.index), chunks * kv_heads
@@ -152,7 +139,7 @@ def split(
         G=group,
         QS=few,
         BM=rows,
-        BN=block_keys(size),
+        BN=block_keys(size, q.dtype),
         P=SPLIT,
         D=size,
         BD=width,
@@ -189,7 +176,8 @@ def split(
 
 
 def hopper_serves(q: Tensor, window: int, softcap: float, sinks: Tensor | None) -> bool:
-    return q.shape[2] == 128 and not window and not softcap and sinks is None and has_gluon()
+    plain = not window and not softcap and sinks is None and q.dtype != torch.float32
+    return q.shape[2] == 128 and plain and has_gluon()
 
 
 @functools.cache
@@ -216,7 +204,7 @@ def hopper(
     from . import gpu_hopper, gpu_step_kernels
 
     tokens, heads, size = q.shape
-    kv_heads, keys, requests = k.shape[1], block_keys(size), query_start.numel() - 1
+    kv_heads, keys, requests = k.shape[1], block_keys(size, q.dtype), query_start.numel() - 1
     width = kv_heads * size
     key_start = query_start
     if requests > 1:
@@ -270,21 +258,23 @@ def hopper(
 
 
 def backward(
+    do: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     o: Tensor,
     lse: Tensor,
-    do: Tensor,
     query_start: Tensor,
     scale: float,
-    window: int,
-    softcap: float,
+    window: int = 0,
+    softcap: float = 0.0,
+    *,
+    shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(dq, dk, dv, delta [H, T])."""
+    """(dq, dk, dv, delta [H, T]); shape: tiles other than the table's (schedule)."""
     from . import gpu_backward_kernels
 
-    q, k, v, do = aligned(q), aligned(k), aligned(v), aligned(do)
+    q, k, v, o, do, lse = (aligned(each) for each in (q, k, v, o, do, lse))
     tokens, heads, size = q.shape
     kv_heads, width = k.shape[1], padded(size)
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
@@ -297,17 +287,14 @@ def backward(
         o, do, delta, tokens, heads, R=rows, D=size, BD=width, num_warps=4, enable_fp_fusion=False
     )
     common = (scale, scale * LOG2E)
-    for name, shape, keys in (
-        ("dkv", DKV[width], DKV_KEYS[width]),
-        ("dq", DQ[width], DQ_KEYS[width]),
-    ):
-        tile = keys if name == "dkv" else shape.bm
+    for name in ("dkv", "dq"):
+        tiling = shape or shape_of(name, size, q.dtype)
+        tile = tiling.keys if name == "dkv" else tiling.bm
         work = schedule(
             query_start,
             lengths,
             tokens=tokens,
             group=1,
-            head_dim=size,
             max_kv=tokens,
             split=False,
             tile=tile,
@@ -326,14 +313,14 @@ def backward(
             k.stride(0),
             *common,
             G=heads // kv_heads,
-            BM=shape.bm,
-            BN=keys,
+            BM=tiling.bm,
+            BN=tiling.keys,
             D=size,
             BD=width,
             WINDOW=window,
             SOFTCAP=softcap,
-            num_warps=shape.warps,
-            num_stages=shape.stages,
+            num_warps=tiling.warps,
+            num_stages=tiling.stages,
             enable_fp_fusion=False,
         )
     return dq, dk, dv, delta

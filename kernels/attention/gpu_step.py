@@ -13,29 +13,9 @@ import torch
 from torch import Tensor
 
 from ..errors import ContractError
-from ..gpu.device import HALF_DTYPES, require
-from .batch import PAGE
-from .gpu_table import HEAD_SIZES, SPLIT, WALK, padded
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GpuCache:
-    """Pages ``k, v [num_pages, PAGE, HK, D]`` on the GPU."""
-
-    k: Tensor
-    v: Tensor
-
-    @property
-    def num_pages(self) -> int:
-        return self.k.shape[0]
-
-    @property
-    def kv_heads(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def head_dim(self) -> int:
-        return self.k.shape[3]
+from ..gpu.device import NAMES, require
+from .batch import PAGE, KVCache
+from .gpu_table import MAX_HEAD_DIM, SPLIT, shape_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,18 +40,16 @@ def new_cache(
     *,
     dtype: torch.dtype,
     device: str | torch.device = "cuda",
-) -> GpuCache:
-    """An uninitialised cache of ``num_pages`` pages of PAGE positions, bf16 or fp16."""
-    if dtype not in HALF_DTYPES or head_dim not in HEAD_SIZES:
+) -> KVCache:
+    """An uninitialised cache of ``num_pages`` pages ``k, v [num_pages, PAGE, HK, D]``."""
+    if dtype not in NAMES or not 0 < head_dim <= MAX_HEAD_DIM:
         raise ContractError(
-            f"no GPU cache for {dtype} with head size {head_dim}; use bfloat16 or float16 and "
-            f"one of {HEAD_SIZES}"
+            f"no GPU cache for {dtype} with head size {head_dim}; use float32, bfloat16 or "
+            f"float16 and a head size from 1 to {MAX_HEAD_DIM}"
         )
     shape = (num_pages, PAGE, kv_heads, head_dim)
-    return GpuCache(
-        torch.empty(shape, dtype=dtype, device=device),
-        torch.empty(shape, dtype=dtype, device=device),
-    )
+    k, v = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
+    return KVCache(k, v, kv_heads, head_dim)
 
 
 @torch.library.custom_op("zeromismatch::write_kv", mutates_args=("k_cache", "v_cache"))
@@ -98,22 +76,27 @@ def write_kv_op(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot: Te
         )
 
 
-def write_kv(cache: GpuCache, k: Tensor, v: Tensor, slot: Tensor) -> None:
+def write_kv(cache: KVCache, k: Tensor, v: Tensor, slot: Tensor) -> None:
     """Copy ``k, v [T, HK, D]`` bit for bit into distinct slots ``[T]`` (page * PAGE + offset)."""
-    require("write_kv", cache.k, k, v, dtypes=HALF_DTYPES)
+    require("write_kv", cache.k, k, v)
     if k.shape != v.shape or k.shape[1:] != cache.k.shape[2:] or k.dtype != cache.k.dtype:
         raise ContractError(
             f"k {k.dtype} {tuple(k.shape)} and v {tuple(v.shape)} do not fit a cache of "
-            f"{cache.k.dtype} "
-            f"{tuple(cache.k.shape)}; pass both as [T, HK, D]"
+            f"{cache.k.dtype} {tuple(cache.k.shape)}; pass both as [T, HK, D]"
         )
-    write_kv_op(cache.k, cache.v, k, v, slot)
+    write_kv_op(cache.k, cache.v, k.detach(), v.detach(), slot)
 
 
-def read_kv(cache: GpuCache, block_table_row: Tensor, length: int) -> tuple[Tensor, Tensor]:
+def read_kv(cache: KVCache, block_table_row: Tensor, length: int) -> tuple[Tensor, Tensor]:
     """``k, v [length, HK, D]`` of the request whose pages are listed."""
     pages = block_table_row[: -(-length // PAGE)].long()
     return cache.k[pages].flatten(0, 1)[:length], cache.v[pages].flatten(0, 1)[:length]
+
+
+def read_slots(cache: KVCache, slot: Tensor) -> tuple[Tensor, Tensor]:
+    """``k, v [T, HK, D]`` as the cache holds them in slots ``[T]``."""
+    page, offset = slot // PAGE, slot % PAGE
+    return cache.k[page, offset], cache.v[page, offset]
 
 
 def _few(group: int, split: bool) -> tuple[int, int]:
@@ -122,20 +105,25 @@ def _few(group: int, split: bool) -> tuple[int, int]:
     return (rows // group if split else 0), rows
 
 
+def walk_tile(q: Tensor) -> int:
+    """Queries per tile of the walk, for q [T, H, D]."""
+    return shape_of("walk", q.shape[2], q.dtype).bm
+
+
 def schedule(
     query_start: Tensor,
     kv_len: Tensor,
     *,
     tokens: int,
     group: int,
-    head_dim: int,
+    tile: int,
     max_kv: int,
     max_query: int | None = None,
     window: int = 0,
     split: bool = True,
-    tile: int | None = None,
 ) -> Work:
-    """Work lists for one step. max_kv, max_query: bounds on kv_len and on a request's new tokens.
+    """Work lists for one step. tile: queries of a walk tile (:func:`walk_tile`). max_kv, max_query:
+    bounds on kv_len and on a request's new tokens.
 
     Without ``max_query`` the step is looked up on the device, except inside a graph capture, where
     both kernels are launched; the other facts stay on the device.
@@ -144,7 +132,6 @@ def schedule(
 
     requests = kv_len.numel()
     few, _ = _few(group, split)
-    tile = tile or WALK[padded(head_dim)].bm
     walk, chunks = (
         torch.empty(requests + 1, dtype=torch.int32, device=kv_len.device) for _ in range(2)
     )

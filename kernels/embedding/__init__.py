@@ -5,7 +5,8 @@
 Contracts ``embedding.gather.<dtype>.cpu.v1`` (a copy) and
 ``embedding_grad.scatter.<dtype>.cpu.v1``: per vocabulary row, tokens are added in fp32 in the order
 of the call, starting from +0 or, with ``accumulate_into=``, from what earlier micro-batches left,
-so that a split batch has the bits of the whole. The autograd gradient is rounded once to the
+so that a split batch has the bits of the whole. CUDA tensors go
+to :mod:`.gpu`. The autograd gradient is rounded once to the
 table's dtype.
 
 Left out on purpose: ``padding_idx`` (whoever applies the kernel detaches those rows, see
@@ -23,6 +24,7 @@ from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from . import cpu as cpu  # registers the contracts
+from . import gpu
 
 __all__ = ["embedding", "grad_weight"]
 
@@ -35,6 +37,8 @@ def embedding(ids: Tensor, weight: Tensor) -> Tensor:
     Differentiable once in ``weight``. Raises ContractError for ids outside the table, and for
     tables that are not fp32 or bf16 on the CPU.
     """
+    if weight.is_cuda:
+        return gpu.embedding(ids, weight)
     _check(ids, weight)
     ids_T = ids.reshape(-1).to(torch.int64).contiguous()
     if torch.is_grad_enabled() and weight.requires_grad:
@@ -58,6 +62,8 @@ def grad_weight(
             f"accumulate_into must be contiguous float32 {shape}, not {accumulate_into.dtype} "
             f"{tuple(accumulate_into.shape)}; allocate it with torch.zeros{shape}"
         )
+    if grad_TH.is_cuda:
+        return gpu.accumulate(grad_TH, ids_T, vocabulary, accumulate_into)
     _check_ids(ids_T, vocabulary)
     run = choose(f"embedding_grad.scatter.{_NAMES[grad_TH.dtype]}.cpu.v1").run
     return run(

@@ -2,78 +2,146 @@
 
 Contract ``embedding_grad.runs.<dtype>.sm90.v1``: the occurrences of an id, in token order, are cut
 into runs of RUN; a run is summed ascending in fp32, the runs are added ascending, one rounding. So
-a row's gradient depends on that id's own tokens alone. The forward moves bits and has no contract
-to prove. Legend: T tokens, V vocabulary, H columns.
+a row's gradient depends on that id's own tokens alone. An id outside the table gives a row of NaN
+forward and nothing backward: looking at ids would make the GPU wait for the host.
+
+Legend: T tokens, V vocabulary, H columns.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
+from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import NAMES, aligned, missing, require
+from ..gpu.device import aligned, require
+from ..gpu.register import register_gpu, serving
 
 RUN = 64
 _COLUMNS = 512
 
 
+def gather(ids: Tensor, weight: Tensor) -> Tensor:
+    """Rows ``weight[ids]`` of [V, H], bit for bit."""
+    from . import gpu_kernels
+
+    weight, ids = aligned(weight), ids.contiguous()
+    rows, width = ids.numel(), weight.shape[1]
+    out = torch.empty(rows, width, dtype=weight.dtype, device=weight.device)
+    if out.numel():
+        gpu_kernels.embedding_gather_kernel[(rows, -(-width // _COLUMNS))](
+            ids, weight, out, weight.shape[0], width, BH=_COLUMNS, num_warps=2
+        )
+    return out
+
+
 def grad_weight(
-    dy: Tensor, ids: Tensor, vocabulary: int, *, out_dtype: torch.dtype | None = None
+    dy: Tensor,
+    ids: Tensor,
+    vocabulary: int,
+    initial: Tensor | None = None,
+    out: Tensor | None = None,
+    *,
+    out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """dW [V, H] from dy [T, H] and ids [T]; fully written, zero where an id does not occur."""
+    """dW [V, H] from dy [T, H] and ids [T], zero where an id does not occur; plus ``initial``."""
     from . import gpu_kernels
 
     dy = aligned(dy)
     tokens, width = dy.shape
-    dw = torch.zeros(vocabulary, width, dtype=out_dtype or dy.dtype, device=dy.device)
-    if not dy.numel():
-        return dw
-    sorted_ids, order = torch.sort(ids.to(torch.int32), stable=True)
-    first = torch.searchsorted(sorted_ids, sorted_ids, out_int32=True)
-    part = torch.empty(2 * (-(-tokens // RUN)) + 2, width, dtype=torch.float32, device=dy.device)
-    columns = -(-width // _COLUMNS)
-    gpu_kernels.embedding_runs_kernel[(tokens, columns)](
-        dy, order, sorted_ids, first, part, dw, tokens, width, RUN=RUN, BH=_COLUMNS, num_warps=4
-    )
-    gpu_kernels.embedding_combine_kernel[(-(-tokens // RUN), columns)](
-        sorted_ids, first, part, dw, tokens, width, RUN=RUN, BH=_COLUMNS, num_warps=4
-    )
-    return dw
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.weight = (weight.shape[0], weight.dtype)
-        return torch.nn.functional.embedding(ids, weight)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-        (ids,) = ctx.saved_tensors
-        vocabulary, dtype = ctx.weight
-        return None, grad_weight(
-            dy.reshape(-1, dy.shape[-1]), ids.reshape(-1), vocabulary, out_dtype=dtype
+    dw = torch.zeros(vocabulary, width, dtype=out_dtype, device=dy.device)
+    if dy.numel():
+        sorted_ids, order = torch.sort(ids.to(torch.int32), stable=True)
+        first = torch.searchsorted(sorted_ids, sorted_ids, out_int32=True)
+        part = torch.empty(
+            2 * (-(-tokens // RUN)) + 2, width, dtype=torch.float32, device=dy.device
         )
+        columns = -(-width // _COLUMNS)
+        shape = {"RUN": RUN, "BH": _COLUMNS, "num_warps": 4}
+        gpu_kernels.embedding_runs_kernel[(tokens, columns)](
+            dy, order, sorted_ids, first, part, dw, tokens, width, vocabulary, **shape
+        )
+        gpu_kernels.embedding_combine_kernel[(-(-tokens // RUN), columns)](
+            sorted_ids, first, part, dw, tokens, width, vocabulary, **shape
+        )
+    if initial is not None:
+        dw = initial + dw
+    return dw if out is None else out.copy_(dw)
+
+
+@torch.library.custom_op("zeromismatch::embedding", mutates_args=())
+def embedding_op(ids: Tensor, weight: Tensor) -> Tensor:
+    """[T, H] from ids [T]."""
+    return choose(serving(CONTRACTS, "embedding", weight.dtype)).run(ids, weight)
+
+
+@embedding_op.register_fake
+def _(ids: Tensor, weight: Tensor) -> Tensor:
+    return weight.new_empty(ids.numel(), weight.shape[1])
+
+
+@torch.library.custom_op("zeromismatch::embedding_grad", mutates_args=())
+def embedding_grad_op(dy: Tensor, ids: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    """dW [V, H]."""
+    run = choose(serving(GRADIENTS, "embedding_grad", dy.dtype)).run
+    return (
+        run(dy, ids, vocabulary, out_dtype=dtype)
+        if run is grad_weight
+        else run(dy, ids, vocabulary).to(dtype)
+    )
+
+
+@embedding_grad_op.register_fake
+def _(dy: Tensor, ids: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
+    return dy.new_empty(vocabulary, dy.shape[1], dtype=dtype)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ids, weight = inputs
+    ctx.save_for_backward(ids)
+    ctx.weight = (weight.shape[0], weight.dtype)
+
+
+def _grad(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
+    return None, embedding_grad_op(dy, *ctx.saved_tensors, *ctx.weight)
+
+
+embedding_op.register_autograd(_grad, setup_context=_keep)
 
 
 def embedding(ids: Tensor, weight: Tensor) -> Tensor:
-    """Rows ``weight[ids]``: [..., H]; differentiable in weight. ids must lie in [0, V)."""
+    """Rows ``weight[ids]``: [..., H]; differentiable in weight."""
     require("embedding", weight)
-    if weight.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
+    if weight.dim() != 2 or ids.dtype not in (torch.int64, torch.int32) or not ids.is_cuda:
         raise ContractError(
-            f"embedding needs integer ids and weight [V, H], not {ids.dtype}, "
-            f"{tuple(weight.shape)};"
-            " pass token ids"
+            f"embedding needs integer ids on the GPU and weight [V, H], not {ids.dtype} on "
+            f"{ids.device}, {tuple(weight.shape)}; pass token ids"
         )
-    return _Embedding.apply(ids, weight)
+    return embedding_op(ids.reshape(-1), weight).view(*ids.shape, weight.shape[1])
 
 
-def reference(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
+def accumulate(
+    grad_TH: Tensor, ids_T: Tensor, vocabulary: int, accumulate_into: Tensor | None
+) -> Tensor:
+    """See ``kernels/embedding``; what came before is added to the finished sum of this call."""
+    require("embedding_grad", grad_TH, ids_T)
+    run = choose(serving(GRADIENTS, "embedding_grad", grad_TH.dtype)).run
+    return run(grad_TH, ids_T, vocabulary, accumulate_into, accumulate_into)
+
+
+def reference(ids: Tensor, weight: Tensor) -> Tensor:
+    """The definition: torch's own indexing."""
+    return weight[ids]
+
+
+def reference_grad(
+    dy: Tensor,
+    ids: Tensor,
+    vocabulary: int,
+    initial: Tensor | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
     """The definition, as a loop over ids, runs and tokens."""
     dw = torch.zeros(vocabulary, dy.shape[1], dtype=torch.float32, device=dy.device)
     for token in ids.unique().tolist():
@@ -85,29 +153,30 @@ def reference(dy: Tensor, ids: Tensor, vocabulary: int) -> Tensor:
                 run = run + row
             total = total + run if rows.shape[0] > RUN else run
         dw[token] = total
-    return dw.to(dy.dtype)
+    if initial is not None:
+        dw = initial + dw
+    return dw if out is None else out.copy_(dw)
 
 
-for _name in NAMES.values():
-    register_contract(
-        Contract(
-            id=f"embedding_grad.runs.{_name}.sm90.v1",
-            op="embedding_grad",
-            dtype=_name,
-            device="sm90",
-            formula="dW[v] = sum of dy[t] over tokens t with id v",
-            order=f"runs of {RUN} occurrences ascending, then the runs ascending",
-            rounding="fp32 sums, one rounding",
-            functions="none",
-            reference="zeromismatch.kernels.embedding.gpu:reference",
-            gradient_rtol=1e-5 if _name == "float32" else 2e-2,
-        )
-    )
-    register_implementation(
-        Implementation(
-            contract=f"embedding_grad.runs.{_name}.sm90.v1",
-            name="triton",
-            run=grad_weight,
-            missing=missing,
-        )
-    )
+CONTRACTS = register_gpu(
+    {"triton": gather},
+    name="embedding.gather",
+    op="embedding",
+    formula="y[t] = W[ids[t]]",
+    order="none: a copy",
+    rounding="none",
+    functions="none",
+    reference="zeromismatch.kernels.embedding.gpu:reference",
+    rtol=(1e-5, 2e-2),
+)
+GRADIENTS = register_gpu(
+    {"triton": grad_weight},
+    name="embedding_grad.runs",
+    op="embedding_grad",
+    formula="dW[v] = sum of dy[t] over tokens t with id v, plus what came before",
+    order=f"runs of {RUN} occurrences ascending, then the runs ascending",
+    rounding="fp32 sums, one rounding",
+    functions="none",
+    reference="zeromismatch.kernels.embedding.gpu:reference_grad",
+    rtol=(1e-5, 2e-2),
+)

@@ -14,6 +14,17 @@ import triton.language as tl
 
 
 @triton.jit
+def embedding_gather_kernel(ids_ptr, w_ptr, out_ptr, V, H, BH: tl.constexpr):
+    """One row, BH columns; an id outside the table gives NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    cols = tl.program_id(1) * BH + tl.arange(0, BH)
+    token = tl.load(ids_ptr + row).to(tl.int64)
+    inside = (token >= 0) & (token < V)
+    w = tl.load(w_ptr + token * H + cols, mask=(cols < H) & inside, other=float("nan"))
+    tl.store(out_ptr + row * H + cols, w, mask=cols < H)
+
+
+@triton.jit
 def _slot(start, short, T, RUN: tl.constexpr):
     """Scratch row of a run: full runs start RUN apart or more; so do an id's short last runs."""
     slot = (start + RUN - 1) // RUN
@@ -30,6 +41,7 @@ def embedding_runs_kernel(
     dw_ptr,
     T,
     H,
+    V,
     RUN: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -37,7 +49,7 @@ def embedding_runs_kernel(
     start = tl.program_id(0)
     token = tl.load(ids_ptr + start)
     first = tl.load(first_ptr + start)
-    if (start - first) % RUN != 0:
+    if ((start - first) % RUN != 0) | (token < 0) | (token >= V):
         return
     cols = tl.program_id(1) * BH + tl.arange(0, BH)
     mask = cols < H
@@ -69,6 +81,7 @@ def embedding_combine_kernel(
     dw_ptr,
     T,
     H,
+    V,
     RUN: tl.constexpr,
     BH: tl.constexpr,
 ):
@@ -83,7 +96,7 @@ def embedding_combine_kernel(
     if (first == probe) | (probe - first > RUN):
         return
     token = tl.load(ids_ptr + probe)
-    if first + RUN >= T:
+    if (first + RUN >= T) | (token < 0) | (token >= V):
         return
     if tl.load(ids_ptr + first + RUN) != token:
         return

@@ -10,7 +10,8 @@ written without tanh: near -1 the tanh would cancel, the exponential does not.
 Stock activations on a CPU differ between a vector and its tail at odd widths; here every element
 goes through the same lanes. A product rounds after the activation and again after the
 multiplication, so that the fused operator, a separate activation and a separate product have the
-same bits, in the gradient too. ``kernels/reference/gated.py`` is the definition;
+same bits, in the gradient too. CUDA tensors go to :mod:`.gpu`.
+``kernels/reference/gated.py`` is the definition;
 ``pytest tests/kernels/gated`` exercises it.
 """
 
@@ -26,7 +27,7 @@ from ..contract import Contract
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
-from . import cpu
+from . import cpu, gpu
 
 __all__ = ["gelu", "gelu_mul", "silu", "silu_mul", "softcap"]
 
@@ -35,21 +36,29 @@ _Contracts = Mapping[torch.dtype, Contract]
 
 def silu(x: Tensor) -> Tensor:
     """``x / (1 + exp(-x))`` elementwise, fp32 or bf16, any shape."""
+    if x.is_cuda:
+        return gpu.silu(x)
     return _apply(cpu.ACTIVATION, cpu.ACTIVATION_GRADIENTS, x)
 
 
 def gelu(x: Tensor) -> Tensor:
     """The tanh approximation of gelu elementwise, fp32 or bf16, any shape."""
+    if x.is_cuda:
+        return gpu.gelu(x)
     return _apply(cpu.ACTIVATION_GELU, cpu.ACTIVATION_GELU_GRADIENTS, x)
 
 
 def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """``silu(gate) * up`` elementwise; both of one shape and dtype."""
+    if gate.is_cuda:
+        return gpu.silu_mul(gate, up)
     return _apply(cpu.GATED, cpu.GATED_GRADIENTS, *_alike(gate, up))
 
 
 def gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
     """``gelu(gate) * up`` elementwise; both of one shape and dtype."""
+    if gate.is_cuda:
+        return gpu.gelu_mul(gate, up)
     return _apply(cpu.GATED_GELU, cpu.GATED_GELU_GRADIENTS, *_alike(gate, up))
 
 
@@ -57,6 +66,8 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     """``cap * tanh(x / cap)`` elementwise, fp32 (logits), any shape."""
     if not 0 < cap < math.inf:
         raise ContractError(f"softcap {cap} is not positive and finite; leave the cap out")
+    if x.is_cuda:
+        return gpu.softcap(x, cap)
     covering(cpu.SOFTCAP, x)
     x = x.contiguous()
     if torch.is_grad_enabled() and x.requires_grad:
@@ -82,7 +93,7 @@ def _apply(contracts: _Contracts, gradients: _Contracts, *tensors: Tensor) -> Te
 
 
 def _forward(contracts: _Contracts, *tensors: Tensor) -> Tensor:
-    return choose(contracts[tensors[0].dtype].id).run(*(each.detach() for each in tensors))
+    return choose(contracts[tensors[0].dtype].id).run(*tensors)
 
 
 class _Activated(torch.autograd.Function):

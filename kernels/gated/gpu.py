@@ -1,21 +1,20 @@
-"""Gated activations on the GPU: silu, gelu (tanh form), alone or times ``up``; forward and
-backward.
+"""Gated activations on the GPU: silu, gelu (tanh form), alone or times ``up``; softcap of logits.
 
-Contracts ``silu_mul.exp2.<dtype>.sm90.v1`` and ``gelu_mul.exp2.<dtype>.sm90.v1``; formulas in
-:mod:`.gpu_kernels`. The activation is rounded to the dtype, then the product, so that fused and
-unfused calls have the same bits. Elementwise: every schedule has the same bits. Legend: M rows, F
-columns.
+Formulas in :mod:`.gpu_kernels`. The activation is rounded to the dtype, then the product, so that
+fused and unfused calls have the same bits. Elementwise: every schedule has the same bits.
+Legend: M rows, F columns.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
+from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import NAMES, missing, require
+from ..gpu.device import require
+from ..gpu.register import register_gpu, serving
 
 _BLOCK = 1024
 _MAX_ROWS = 65535
@@ -29,8 +28,9 @@ def _rows(x: Tensor) -> Tensor:
     )
 
 
-@torch.library.custom_op("zeromismatch::gated", mutates_args=())
-def gated_op(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
+def forward(
+    gelu: bool, gate: Tensor, up: Tensor | None = None, *, block: int = _BLOCK, warps: int = 4
+) -> Tensor:
     """act(gate) * up of [M, F]; gate and up may be halves of one tensor."""
     from . import gpu_kernels
 
@@ -40,7 +40,7 @@ def gated_op(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     for start in range(0, gate.shape[0] if y.numel() else 0, _MAX_ROWS):
         part = slice(start, start + _MAX_ROWS)
         x, u, out = gate[part], gate[part] if up is None else up[part], y[part]
-        gpu_kernels.gated_fwd_kernel[(-(-width // _BLOCK), x.shape[0])](
+        gpu_kernels.gated_fwd_kernel[(-(-width // block), x.shape[0])](
             x,
             u,
             out,
@@ -48,13 +48,95 @@ def gated_op(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
             width,
             x.stride(0),
             u.stride(0),
-            BLOCK=_BLOCK,
+            BLOCK=block,
             GELU=gelu,
             HAS_UP=up is not None,
-            num_warps=4,
+            num_warps=warps,
             enable_fp_fusion=False,
         )
     return y
+
+
+def backward(
+    gelu: bool,
+    dy: Tensor,
+    gate: Tensor,
+    up: Tensor | None = None,
+    *,
+    block: int = _BLOCK,
+    warps: int = 4,
+) -> Any:
+    """dgate, or with ``up`` (dgate, dup)."""
+    from . import gpu_kernels
+
+    gate, up, dy = _rows(gate), None if up is None else _rows(up), dy.contiguous()
+    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    dup = dgate if up is None else torch.empty_like(dgate)
+    width = gate.shape[1]
+    for start in range(0, gate.shape[0] if dgate.numel() else 0, _MAX_ROWS):
+        part = slice(start, start + _MAX_ROWS)
+        x, u = gate[part], gate[part] if up is None else up[part]
+        gpu_kernels.gated_bwd_kernel[(-(-width // block), x.shape[0])](
+            x,
+            u,
+            dy[part],
+            dgate[part],
+            dup[part],
+            x.shape[0],
+            width,
+            x.stride(0),
+            u.stride(0),
+            BLOCK=block,
+            GELU=gelu,
+            HAS_UP=up is not None,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return dgate if up is None else (dgate, dup)
+
+
+def cap_forward(x: Tensor, cap: float, *, block: int = _BLOCK, warps: int = 4) -> Tensor:
+    """cap tanh(x / cap) of fp32 x."""
+    return _cap(None, x, cap, block, warps)
+
+
+def cap_backward(
+    dy: Tensor, x: Tensor, cap: float, *, block: int = _BLOCK, warps: int = 4
+) -> Tensor:
+    """dy (1 - tanh(x / cap)^2)."""
+    return _cap(dy.contiguous(), x, cap, block, warps)
+
+
+def _cap(dy: Tensor | None, x: Tensor, cap: float, block: int, warps: int) -> Tensor:
+    from . import gpu_kernels
+
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if x.numel():
+        gpu_kernels.softcap_kernel[(-(-x.numel() // block),)](
+            x,
+            x if dy is None else dy,
+            out,
+            x.numel(),
+            cap,
+            BLOCK=block,
+            BACKWARD=dy is not None,
+            num_warps=warps,
+            enable_fp_fusion=False,
+        )
+    return out
+
+
+_ACT = ("activation", "activation_gelu")
+_MUL = ("gated", "gated_gelu")
+
+
+@torch.library.custom_op("zeromismatch::gated", mutates_args=())
+def gated_op(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
+    """act(gate) * up of [M, F]; gate and up may be halves of one tensor."""
+    op = (_ACT if up is None else _MUL)[gelu]
+    run = choose(serving(CONTRACTS[op], op, gate.dtype)).run
+    return run(gate) if up is None else run(gate, up)
 
 
 @gated_op.register_fake
@@ -62,49 +144,64 @@ def _(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-def backward(
-    gate: Tensor, up: Tensor | None, dy: Tensor, gelu: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(dgate, dup)."""
-    from . import gpu_kernels
-
-    gate, up, dy = _rows(gate), None if up is None else _rows(up), dy.contiguous()
-    dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = None if up is None else torch.empty_like(dgate)
-    width = gate.shape[1]
-    for start in range(0, gate.shape[0] if dgate.numel() else 0, _MAX_ROWS):
-        part = slice(start, start + _MAX_ROWS)
-        x, u = gate[part], gate[part] if up is None else up[part]
-        gpu_kernels.gated_bwd_kernel[(-(-width // _BLOCK), x.shape[0])](
-            x,
-            u,
-            dy[part],
-            dgate[part],
-            dgate[part] if dup is None else dup[part],
-            x.shape[0],
-            width,
-            x.stride(0),
-            u.stride(0),
-            BLOCK=_BLOCK,
-            GELU=gelu,
-            HAS_UP=up is not None,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
-    return dgate, dup
+@torch.library.custom_op("zeromismatch::gated_grad", mutates_args=())
+def gated_grad_op(dy: Tensor, gate: Tensor, up: Tensor | None, gelu: bool) -> tuple[Tensor, Tensor]:
+    """(dgate, dup); dup is empty without ``up``."""
+    op = f"{(_ACT if up is None else _MUL)[gelu]}_grad"
+    run = choose(serving(CONTRACTS[op], op, gate.dtype)).run
+    return (run(dy, gate), gate.new_empty(0)) if up is None else run(dy, gate, up)
 
 
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.gelu = gelu
-        return gated_op(gate, up, gelu)
+@gated_grad_op.register_fake
+def _(dy: Tensor, gate: Tensor, up: Tensor | None, gelu: bool) -> tuple[Tensor, Tensor]:
+    like = partial(torch.empty, dtype=gate.dtype, device=gate.device)
+    return like(gate.shape), like((0,) if up is None else gate.shape)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        return *backward(*ctx.saved_tensors, dy, ctx.gelu), None
+
+@torch.library.custom_op("zeromismatch::softcap", mutates_args=())
+def softcap_op(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap)."""
+    return choose(serving(CONTRACTS["softcap"], "softcap", x.dtype)).run(x, cap)
+
+
+@softcap_op.register_fake
+def _(x: Tensor, cap: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+@torch.library.custom_op("zeromismatch::softcap_grad", mutates_args=())
+def softcap_grad_op(dy: Tensor, x: Tensor, cap: float) -> Tensor:
+    """dy (1 - tanh(x / cap)^2)."""
+    return choose(serving(CONTRACTS["softcap_grad"], "softcap_grad", x.dtype)).run(dy, x, cap)
+
+
+@softcap_grad_op.register_fake
+def _(dy: Tensor, x: Tensor, cap: float) -> Tensor:
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _keep_gated(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, ctx.gelu = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _grad_gated(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    gate, up = ctx.saved_tensors
+    dgate, dup = gated_grad_op(dy, gate, up, ctx.gelu)
+    return dgate, None if up is None else dup, None
+
+
+def _keep_cap(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, ctx.cap = inputs
+    ctx.save_for_backward(x)
+
+
+def _grad_cap(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+    return softcap_grad_op(dy, *ctx.saved_tensors, ctx.cap), None
+
+
+gated_op.register_autograd(_grad_gated, setup_context=_keep_gated)
+softcap_op.register_autograd(_grad_cap, setup_context=_keep_cap)
 
 
 def _apply(name: str, gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
@@ -112,11 +209,10 @@ def _apply(name: str, gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     if up is not None and (up.shape != gate.shape or up.dtype != gate.dtype):
         raise ContractError(
             f"{name} needs gate and up alike, not {tuple(gate.shape)} {gate.dtype} and "
-            f"{tuple(up.shape)} "
-            f"{up.dtype}; split the projection in two halves"
+            f"{tuple(up.shape)} {up.dtype}; split the projection in two halves"
         )
-    width = gate.shape[-1]
-    y = _Gated.apply(gate.reshape(-1, width), None if up is None else up.reshape(-1, width), gelu)
+    width = gate.shape[-1] if gate.dim() else 1
+    y = gated_op(gate.reshape(-1, width), None if up is None else up.reshape(-1, width), gelu)
     return y.view(gate.shape)
 
 
@@ -140,42 +236,74 @@ def gelu(x: Tensor) -> Tensor:
     return _apply("gelu", x, None, True)
 
 
-def reference_silu(gate: Tensor, up: Tensor) -> Tensor:
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """cap tanh(x / cap) of fp32 logits."""
+    require("softcap", x, dtypes=(torch.float32,))
+    return softcap_op(x, float(cap))
+
+
+_ONE = {"block": 32, "warps": 1}  # one element a thread: the formula, and nothing of the schedule
+
+
+def _reference_act(gelu: bool, x: Tensor) -> Tensor:
+    return forward(gelu, x.reshape(-1, 1), **_ONE).view(x.shape)
+
+
+def _reference_mul(gelu: bool, gate: Tensor, up: Tensor) -> Tensor:
     """Unfused: the activation alone, then torch's product."""
-    return (gated_op(gate, None, False).float() * up.float()).to(gate.dtype)
+    return (_reference_act(gelu, gate).float() * up.float()).to(gate.dtype)
 
 
-def reference_gelu(gate: Tensor, up: Tensor) -> Tensor:
-    """Unfused: the activation alone, then torch's product."""
-    return (gated_op(gate, None, True).float() * up.float()).to(gate.dtype)
+def _reference_grad(gelu: bool, dy: Tensor, gate: Tensor, up: Tensor | None = None) -> Any:
+    columns = (None if each is None else each.reshape(-1, 1) for each in (dy, gate, up))
+    got = backward(gelu, *columns, **_ONE)  # pyright: ignore[reportArgumentType]
+    parts = [each.view(gate.shape) for each in (got if isinstance(got, tuple) else (got,))]
+    return parts[0] if up is None else (parts[0], parts[1])
 
 
-def _silu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return gated_op(gate, up, False)
+reference_silu = partial(_reference_act, False)
+reference_gelu = partial(_reference_act, True)
+reference_silu_mul = partial(_reference_mul, False)
+reference_gelu_mul = partial(_reference_mul, True)
+reference_silu_grad = reference_silu_mul_grad = partial(_reference_grad, False)
+reference_gelu_grad = reference_gelu_mul_grad = partial(_reference_grad, True)
+reference_softcap = partial(cap_forward, **_ONE)
+reference_softcap_grad = partial(cap_backward, **_ONE)
 
-
-def _gelu_mul(gate: Tensor, up: Tensor) -> Tensor:
-    return gated_op(gate, up, True)
-
-
-for _name in NAMES.values():
-    for _op, _call in (("silu_mul", _silu_mul), ("gelu_mul", _gelu_mul)):
-        register_contract(
-            Contract(
-                id=f"{_op}.exp2.{_name}.sm90.v1",
-                op=_op,
-                dtype=_name,
-                device="sm90",
-                formula="y = round(round(act(gate)) up)",
-                order="elementwise",
-                rounding="fp32 without FMA; activation rounded, then the product",
-                functions="ex2.approx.ftz, IEEE division",
-                reference=f"zeromismatch.kernels.gated.gpu:reference_{_op[:4]}",
-                gradient_rtol=1e-4 if _name == "float32" else 2e-2,
-            )
-        )
-        register_implementation(
-            Implementation(
-                contract=f"{_op}.exp2.{_name}.sm90.v1", name="triton", run=_call, missing=missing
-            )
-        )
+_FORMULAS = {
+    "silu": "x / (1 + exp2(-x log2 e))",
+    "gelu": "x h, h = 1 - 1 / (1 + exp2(2 u log2 e)), u = sqrt(2 / pi) (x + 0.044715 x^3)",
+}
+_ELEMENTWISE = {"order": "elementwise", "functions": "ex2.approx.ftz, IEEE division"}
+_NO_FMA = "fp32 without FMA; "
+_REFERENCE = "zeromismatch.kernels.gated.gpu:reference_"
+CONTRACTS = {
+    op: register_gpu(
+        {"triton": partial(backward if grad else forward, act == "gelu")},
+        name=f"{op}.exp2",
+        op=op,
+        formula=(f"gradient of {_FORMULAS[act]}" if grad else _FORMULAS[act])
+        + (", times up" if mul else ""),
+        rounding=_NO_FMA
+        + ("each gradient rounded once" if grad else "activation rounded, then the product"),
+        reference=f"{_REFERENCE}{act}{'_mul' if mul else ''}{'_grad' if grad else ''}",
+        **_ELEMENTWISE,
+    )
+    for act in ("silu", "gelu")
+    for mul in (False, True)
+    for grad in (False, True)
+    for op in (f"{(_MUL if mul else _ACT)[act == 'gelu']}{'_grad' if grad else ''}",)
+}
+for _op, _run in (("softcap", cap_forward), ("softcap_grad", cap_backward)):
+    CONTRACTS[_op] = register_gpu(
+        {"triton": _run},
+        name=f"{_op}.exp2",
+        storages=("float32",),
+        op=_op,
+        formula="y = cap t" if _op == "softcap" else "dx = dy (1 - t t)",
+        order="elementwise; t = tanh(x / cap): a polynomial below 1/4, else (1 - e) / (1 + e) "
+        "with e = exp2(-2 |x / cap| log2 e)",
+        rounding=_NO_FMA + "every step rounded",
+        functions="ex2.approx.ftz, IEEE division",
+        reference=f"{_REFERENCE}{_op}",
+    )

@@ -92,3 +92,20 @@ def gated_bwd_kernel(
         slope = tl.full(x.shape, 1.0, tl.float32)
     dx = d_act * (h + x * (h * (1.0 - h)) * slope)
     tl.store(dgate_ptr + row * F + cols, dx.to(dtype), mask=mask)
+
+
+@triton.jit
+def softcap_kernel(x_ptr, dy_ptr, out_ptr, size, cap, BLOCK: tl.constexpr, BACKWARD: tl.constexpr):
+    """cap tanh(x / cap), or dy (1 - tanh(x / cap)^2); fp32."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < size
+    x = tl.load(x_ptr + at, mask=mask, other=0.0)
+    u = tl.math.div_rn(x, tl.zeros_like(x) + cap)
+    a = tl.abs(u)
+    e = tl.math.exp2(a * (-2.0 * LOG2E))
+    far = tl.math.div_rn(1.0 - e, 1.0 + e)
+    s = u * u
+    series = 1.0 - s * (0.33333334 - s * (0.13333334 - s * (0.05396825 - s * 0.021869488)))
+    t = tl.where(a < 0.25, u * series, tl.where(u < 0.0, -far, far))
+    y = tl.load(dy_ptr + at, mask=mask, other=0.0) * (1.0 - t * t) if BACKWARD else t * cap
+    tl.store(out_ptr + at, y, mask=mask)

@@ -14,7 +14,9 @@ Packed weights are kept between calls without a gradient (see :mod:`.packs` for 
 dropped). ``pytest tests/kernels/linear`` exercises it; ``zm kernels bench`` shows its speed beside
 stock torch.
 
-Left out on purpose: fp16 (no contract on the CPU), sparse and quantised weights, other devices.
+CUDA tensors go to :mod:`.gpu` (class L; fp16 too), whose sums over tokens are chunked.
+
+Left out on purpose: fp16 (no contract on the CPU), sparse and quantised weights.
 
 Legend: T rows (tokens), K inputs, N outputs.
 """
@@ -30,6 +32,7 @@ from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from . import cpu as cpu  # registers the contracts
+from . import gpu
 from .packs import forget, forget_all, kept_bytes, scoped
 
 __all__ = [
@@ -63,6 +66,8 @@ def linear(
     keeps the accumulator of a bf16 product; default is the dtype of x. Differentiable once. Raises
     ContractError for other dtypes, devices or shapes.
     """
+    if x.is_cuda:
+        return gpu.linear(x, weight, bias, out_dtype=out_dtype)
     check(x, weight, bias, out_dtype)
     return apply_chain("linear", x, weight, bias, out_dtype or x.dtype)
 
@@ -86,6 +91,8 @@ def grad_input(
     grad_TN: Tensor, weight_NK: Tensor, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """dX ``[T, K]``: short chains over n ascending, rounded once (to the weight's dtype)."""
+    if grad_TN.is_cuda:
+        return gpu.grad_input(grad_TN, weight_NK, out_dtype)
     run = choose(contract_id("linear_grad_input", weight_NK.dtype)).run
     return run(grad_TN.contiguous(), weight_NK.detach().contiguous(), out_dtype)
 
@@ -103,6 +110,8 @@ def grad_weight(
     returned. Without it the chain starts at +0 and is rounded to ``out_dtype`` (fp32 by default).
     """
     _check_accumulator(accumulate_into, (grad_TN.shape[1], x_TK.shape[1]))
+    if grad_TN.is_cuda:
+        return gpu.grad_weight(grad_TN, x_TK, accumulate_into, out_dtype)
     run = choose(contract_id("linear_grad_weight", x_TK.dtype)).run
     return run(grad_TN.contiguous(), x_TK.contiguous(), accumulate_into, out_dtype, accumulate_into)
 
@@ -112,6 +121,8 @@ def grad_bias(
 ) -> Tensor:
     """db ``[N]``: one chain over tokens; ``accumulate_into`` as in :func:`grad_weight`."""
     _check_accumulator(accumulate_into, (grad_TN.shape[1],))
+    if grad_TN.is_cuda:
+        return gpu.grad_bias(grad_TN, accumulate_into, out_dtype)
     run = choose(contract_id("linear_grad_bias", grad_TN.dtype)).run
     return run(grad_TN.contiguous(), accumulate_into, out_dtype, accumulate_into)
 

@@ -1,400 +1,291 @@
-"""Linear on the GPU: GEMM class L, forward and backward, by certified dispatch per shape.
+"""Linear on the GPU, forward and backward: GEMM class L (:mod:`.gpu_gemm`) under every form.
 
-    gemm.L.<dtype>.sm90.v1   c = round(sum_k a b + bias)
+    linear, lm_head        y  = round(x W^T + b)      lm_head: fp32 logits, not rounded
+    linear_grad_input      dX = round(dY W)           row-invariant: class L over outputs
+    linear_grad_weight     dW = dY^T X                class L over tokens, in blocks of DW_CHUNK
+    linear_grad_bias       db = 1 dY                  likewise
 
-One fp32 accumulator per output, reduced axis ascending, never split; bias in fp32; one rounding.
+dY is rounded to the weight's dtype first. Blocks of DW_CHUNK tokens are added ascending in fp32, so
+micro-batches that end on that grid give the bits of the whole batch with ``accumulate_into``.
 
-bf16, fp16: the chain of Hopper's matrix instructions over 16-wide groups; fp32: one chain of IEEE
-FMAs, no TF32. dX and dW are the same class; dW adds chunks of DW_CHUNK tokens ascending in fp32.
-
-cuBLASLt with a pinned algorithm serves a shape once it gave the reference's bits there on
-adversarial data; else our Triton kernels do. Unaligned tensors are copied.
-
-Legend: M rows, N outputs, K reduced axis; forms nt (forward), nn (dX), tn (dW).
+Legend: T tokens, K inputs, N outputs.
 """
 
-import functools
 import math
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
+from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu import cublaslt
-from ..gpu.device import NAMES, aligned, missing, num_multiprocessors, require
-from .gpu_table import FP32, FP32_SMALL, REFERENCE, Tile, tile_for
+from ..gpu.device import NAMES, aligned, require
+from ..gpu.register import ARCHITECTURE, register_gpu
+from .gpu_gemm import gemm, own_tile, reference, run_tile, sizes_of
+from .gpu_table import Tile
 
 DW_CHUNK = 8192
-_CANDIDATES, _PROOF_ELEMENTS = 4, 1 << 16
-_FORMS = ("nt", "nn", "tn")
+_DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """Who serves one shape. refused: pinned algorithms that gave other bits there."""
-
-    shape: tuple[Any, ...]
-    serves: str
-    refused: tuple[str, ...]
+def contract_id(op: str, dtype: torch.dtype) -> str:
+    """The contract of ``linear``, ``lm_head`` or ``linear_grad_*`` at a dtype."""
+    return f"{op}.L.{NAMES[dtype]}.{ARCHITECTURE}.v1"
 
 
-_PLANS: dict[tuple[Any, ...], tuple[cublaslt.Problem, cublaslt.Algorithm] | Tile] = {}
-_DECISIONS: dict[tuple[Any, ...], Decision] = {}
-
-
-def decisions() -> list[Decision]:
-    """Every shape met so far in this process, and who serves it."""
-    return list(_DECISIONS.values())
-
-
-def _sizes(form: str, a: Tensor, b: Tensor) -> tuple[int, int, int]:
-    m, k = (a.shape[1], a.shape[0]) if form == "tn" else (a.shape[0], a.shape[1])
-    n, k_b = (b.shape[0], b.shape[1]) if form == "nt" else (b.shape[1], b.shape[0])
-    if k != k_b or a.dtype != b.dtype:
-        raise ContractError(
-            f"gemm {form} cannot reduce {tuple(a.shape)} {a.dtype} with {tuple(b.shape)} "
-            f"{b.dtype}; check "
-            "which weight belongs to this layer"
-        )
-    return m, n, k
-
-
-def run_tile(
-    tile: Tile, form: str, a: Tensor, b: Tensor, bias: Tensor | None, out: Tensor
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Launch one of the class's own kernels into ``out`` (contiguous [M, N])."""
-    m, n, k = _sizes(form, a, b)
-    if m == 0 or n == 0:
-        return out
-    return (
-        _launch_tma(tile, form, a, b, bias, out, (m, n, k))
-        if tile.tma and _describable(a, b, out)
-        else _launch_pointer(tile, form, a, b, bias, out, (m, n, k))
-    )
+    """[T, N]."""
+    return gemm("nt", x, weight, bias, out_dtype=out_dtype)
 
 
-def _describable(*tensors: Tensor) -> bool:
-    """Tensor descriptors need 16-byte aligned bases and row strides."""
-    return all(
-        each.data_ptr() % 16 == 0
-        and each.stride(0) * each.element_size() % 16 == 0
-        and min(each.shape) > 0
-        for each in tensors
-    )
+def head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """fp32 [T, V]."""
+    return gemm("nt", x, weight, bias, out_dtype=torch.float32)
 
 
-def _launch_pointer(
-    tile: Tile,
-    form: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    sizes: tuple[int, int, int],
-) -> Tensor:
-    import triton
-
-    from . import gpu_kernels
-
-    m, n, k = sizes
-    stride_am, stride_ak = (a.stride(1), a.stride(0)) if form == "tn" else a.stride()
-    stride_bn, stride_bk = b.stride() if form == "nt" else (b.stride(1), b.stride(0))
-    grid = (triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn),)
-    gpu_kernels.gemm_pointer_kernel[grid](
-        a,
-        b,
-        out,
-        a if bias is None else bias,
-        m,
-        n,
-        k,
-        stride_am,
-        stride_ak,
-        stride_bn,
-        stride_bk,
-        out.stride(0),
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        GROUP_M=8,
-        HAS_BIAS=bias is not None,
-        SWAP=tile.swap,
-        EVEN_K=k % tile.bk == 0,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return out
+def input_grad(grad: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """dX [T, K]."""
+    return gemm("nn", grad.to(weight.dtype), weight, out_dtype=out_dtype)
 
 
-def _launch_tma(
-    tile: Tile,
-    form: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    out: Tensor,
-    sizes: tuple[int, int, int],
-) -> Tensor:
-    import triton
-    from triton.tools.tensor_descriptor import TensorDescriptor
-
-    from . import gpu_kernels
-
-    m, n, k = sizes
-    sms = num_multiprocessors(a.device.index)
-    width = tile.bn // 2 if tile.subtile else tile.bn
-    a_block = [tile.bk, tile.bm] if form == "tn" else [tile.bm, tile.bk]
-    b_block = [tile.bn, tile.bk] if form == "nt" else [tile.bk, tile.bn]
-    gpu_kernels.gemm_tma_kernel[(min(triton.cdiv(m, tile.bm) * triton.cdiv(n, tile.bn), sms),)](
-        TensorDescriptor.from_tensor(a, a_block),
-        TensorDescriptor.from_tensor(b, b_block),
-        TensorDescriptor.from_tensor(out, [tile.bm, width]),
-        a if bias is None else bias,
-        m,
-        n,
-        k,
-        BM=tile.bm,
-        BN=tile.bn,
-        BK=tile.bk,
-        GROUP_M=8,
-        A_T=form == "tn",
-        B_T=form != "nt",
-        HAS_BIAS=bias is not None,
-        SUBTILE=tile.subtile,
-        NUM_SMS=sms,
-        FLATTEN=tile.flatten,
-        OUT=gpu_kernels.DTYPES[NAMES[out.dtype]],
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
-    return out
-
-
-def reference(
-    form: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """The class's definition on this architecture: the plain pointer kernel in one fixed tile."""
-    m, n, _ = _sizes(form, a, b)
-    out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
-    return _launch_pointer(REFERENCE, form, a, b, bias, out, _sizes(form, a, b)) if m and n else out
-
-
-def _adversarial(rows: int, k: int, dtype: torch.dtype, seed: int, device: torch.device) -> Tensor:
-    """Wide exponents, unequal rows; pairs of columns that cancel exactly lie far apart."""
-    generator = torch.Generator(device=device).manual_seed(seed)
-    x = torch.randn(rows, k, generator=generator, device=device)
-    x *= torch.exp2(torch.randint(-6, 7, (rows, k), generator=generator, device=device).float())
-    order = torch.randperm(
-        k, generator=torch.Generator(device=device).manual_seed(k), device=device
-    )
-    pairs = k // 8
-    sign = 1.0 if seed % 2 else -1.0
-    x[:, order[:pairs]] = 64.0
-    x[:, order[pairs : 2 * pairs]] = 64.0 * sign
-    return x.to(dtype)
-
-
-def _proved(key: tuple[Any, ...], problem: cublaslt.Problem, algorithm: cublaslt.Algorithm) -> bool:
-    form, m, n, k, dtype, out_dtype, has_bias, index = key
-    device = torch.device("cuda", index)
-    for repeat in range(min(8, max(1, _PROOF_ELEMENTS // (m * n)))):
-        a = _adversarial(m, k, dtype, 2 * repeat, device)
-        b = _adversarial(n, k, dtype, 2 * repeat + 1, device)
-        a = a.t().contiguous() if form == "tn" else a
-        b = b if form == "nt" else b.t().contiguous()
-        bias = torch.randn(n, device=device).to(dtype) if has_bias else None
-        expected = reference(form, a, b, bias, out_dtype)
-        got = torch.full_like(expected, float("nan"))
-        problem.run(algorithm, a, b, got, bias=bias)
-        width = torch.int32 if out_dtype == torch.float32 else torch.int16
-        if not torch.equal(got.view(width), expected.view(width)):
-            return False
-    return True
-
-
-def _own(m: int, n: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:
-        return FP32_SMALL if m <= 64 else FP32
-    return tile_for(m, n)
-
-
-def _decide(key: tuple[Any, ...]) -> tuple[cublaslt.Problem, cublaslt.Algorithm] | Tile:
-    form, m, n, k, dtype, out_dtype, has_bias, index = key
-    own = _own(m, n, dtype)
-    if torch.cuda.is_current_stream_capturing():
-        return own  # in the class by construction; the shape is decided at its next eager call
-    refused = []
-    plan: tuple[cublaslt.Problem, cublaslt.Algorithm] | Tile = own
-    if cublaslt.library() is not None:
-        problem = cublaslt.Problem(form, m, n, k, dtype, out_dtype, index, has_bias)
-        for algorithm in problem.algorithms(_CANDIDATES):
-            if _proved(key, problem, algorithm):
-                plan = (problem, algorithm)
-                break
-            refused.append(algorithm.name)
-    _PLANS[key] = plan
-    serves = plan.name if isinstance(plan, Tile) else plan[1].name
-    _DECISIONS[key] = Decision(key, serves, tuple(refused))
-    return plan
-
-
-def gemm(
-    form: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    *,
+def weight_grad(
+    grad: Tensor,
+    x: Tensor,
+    initial: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
-    accumulate: bool = False,
 ) -> Tensor:
-    """Class L product of 2-D tensors, by whoever is certified for this shape.
-
-    accumulate: add the finished fp32 chain to ``out`` (fp32), one addition per element.
-    """
-    require("gemm", a, b, bias)
-    if form not in _FORMS:
-        raise ContractError(f"gemm has forms {', '.join(_FORMS)}, not {form!r}; choose one")
-    a, b = aligned(a), aligned(b)
-    bias = None if bias is None else aligned(bias)
-    m, n, k = _sizes(form, a, b)
-    if out is None:
-        out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
-    if m == 0 or n == 0:
-        return out
-    if k == 0:
-        return out if accumulate else out.copy_(out.new_zeros(()) if bias is None else bias)
-    key = (form, m, n, k, a.dtype, out.dtype, bias is not None, a.device.index)
-    plan = _PLANS.get(key) or _decide(key)
-    if isinstance(plan, Tile):
-        if accumulate:
-            return out.add_(run_tile(plan, form, a, b, bias, torch.empty_like(out)))
-        return run_tile(plan, form, a, b, bias, out)
-    plan[0].run(plan[1], a, b, out, bias=bias, accumulate=accumulate)
-    return out
-
-
-@torch.library.custom_op("zeromismatch::gemm", mutates_args=())
-def gemm_op(form: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    """:func:`gemm` as an opaque operator: torch.compile leaves the choice to the launch."""
-    return gemm(form, a, b, bias, out_dtype=out_dtype)
-
-
-@gemm_op.register_fake
-def _(form: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
-    m = a.shape[1] if form == "tn" else a.shape[0]
-    n = b.shape[0] if form == "nt" else b.shape[1]
-    return a.new_empty(m, n, dtype=out_dtype)
-
-
-def grad_weight(
-    grad_TN: Tensor,
-    x_TK: Tensor,
-    *,
-    accumulate_into: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    """dW [N, K]: class L over blocks of DW_CHUNK tokens, blocks added ascending in fp32."""
-    tokens = grad_TN.shape[0]
-    if accumulate_into is None and tokens <= DW_CHUNK:
-        return gemm_op("tn", grad_TN, x_TK, None, out_dtype or torch.float32)
-    total = accumulate_into
-    for start in range(0, tokens, DW_CHUNK):
+    """dW [N, K]; ``initial`` and ``out`` are fp32 and may be one tensor."""
+    grad, tokens = grad.to(x.dtype), grad.shape[0]
+    if initial is None and out is None and tokens <= DW_CHUNK:
+        return gemm("tn", grad, x, out_dtype=out_dtype or torch.float32)
+    total = (
+        out
+        if out is not None
+        else torch.empty(grad.shape[1], x.shape[1], dtype=torch.float32, device=x.device)
+    )
+    if initial is not None and initial is not total:
+        total.copy_(initial)
+    for start in range(0, max(tokens, 1), DW_CHUNK):
         block = slice(start, start + DW_CHUNK)
-        if total is None:
-            total = gemm("tn", grad_TN[block], x_TK[block], out_dtype=torch.float32)
-        else:
-            gemm("tn", grad_TN[block], x_TK[block], out=total, accumulate=True)
-    return total if out_dtype is None or accumulate_into is not None else total.to(out_dtype)
+        continued = initial is not None or start > 0
+        gemm("tn", grad[block], x[block], out=total, accumulate=continued)
+    return total if out is not None or out_dtype is None else total.to(out_dtype)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x_TK: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype
-    ) -> Tensor:
-        ctx.save_for_backward(x_TK, weight)
-        ctx.bias_dtype = None if bias is None else bias.dtype
-        return gemm_op("nt", x_TK, weight, bias, out_dtype)
+def bias_grad(
+    grad: Tensor,
+    initial: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """db [N]: the weight gradient of a column of ones."""
+    ones = torch.ones(grad.shape[0], 1, dtype=grad.dtype, device=grad.device)
+    first = None if initial is None else initial[None]
+    total = weight_grad(ones, grad, first, torch.float32)[0]
+    total = total if out_dtype is None else total.to(out_dtype)
+    return total if out is None else out.copy_(total)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
-        x_TK, weight = ctx.saved_tensors
-        grad_TN = grad_TN.to(x_TK.dtype).contiguous()
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        d_bias = None
-        if wants_bias:
-            ones = torch.ones(1, grad_TN.shape[0], dtype=grad_TN.dtype, device=grad_TN.device)
-            d_bias = gemm_op("nn", ones, grad_TN, None, torch.float32)[0].to(ctx.bias_dtype)
-        return (
-            gemm_op("nn", grad_TN, weight, None, x_TK.dtype) if wants_x else None,
-            grad_weight(grad_TN, x_TK, out_dtype=weight.dtype) if wants_weight else None,
-            d_bias,
-            None,
-        )
+
+@torch.library.custom_op("zeromismatch::linear", mutates_args=())
+def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    """[T, N]: torch.compile leaves the choice of a kernel to the launch."""
+    return choose(contract_id("linear", x.dtype)).run(x, weight, bias, out_dtype)
+
+
+@linear_op.register_fake
+def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
+
+
+@torch.library.custom_op("zeromismatch::linear_grad", mutates_args=())
+def linear_grad_op(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dX, dW, db); empty where not wanted."""
+    grad = grad.to(x.dtype).contiguous()
+    empty = x.new_empty
+    run = {op: choose(contract_id(f"linear_grad_{op}", x.dtype)).run for op in _GRADIENTS}
+    return (
+        run["input"](grad, weight) if wanted[0] else empty(0),
+        run["weight"](grad, x, None, weight.dtype) if wanted[1] else empty(0),
+        run["bias"](grad, None, bias_dtype) if wanted[2] else empty(0, dtype=bias_dtype),
+    )
+
+
+@linear_grad_op.register_fake
+def _(
+    grad: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype, wanted: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    empty = x.new_empty
+    return (
+        empty(x.shape if wanted[0] else (0,)),
+        empty(weight.shape if wanted[1] else (0,)),
+        empty(weight.shape[:1] if wanted[2] else (0,), dtype=bias_dtype),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, weight, bias, _ = inputs
+    ctx.save_for_backward(x, weight)
+    ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
+
+
+def _grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = list(ctx.needs_input_grad[:3])
+    got = linear_grad_op(grad, *ctx.saved_tensors, ctx.bias_dtype, wanted)
+    return *(each if want else None for each, want in zip(got, wanted, strict=True)), None
+
+
+linear_op.register_autograd(_grad, setup_context=_keep)
 
 
 def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """``x[..., K]`` times ``weight[N, K]`` transposed, plus ``bias[N]``; differentiable once."""
+    check(x, weight, bias, out_dtype)
     lead = x.shape[:-1]
-    x_TK = x.reshape(math.prod(lead), x.shape[-1])
-    return _Linear.apply(x_TK, weight, bias, out_dtype or x.dtype).view(*lead, weight.shape[0])
+    rows = x.reshape(math.prod(lead), x.shape[-1])
+    return linear_op(rows, weight, bias, out_dtype or x.dtype).view(*lead, weight.shape[0])
 
 
-def _offer(
-    tile: Tile,
-    form: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+def check(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None) -> None:
+    """Raise ContractError where class L does not cover these tensors."""
+    require("linear", x, weight, bias)
+    alike = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    fits = weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1]
+    if not alike or not fits or (bias is not None and bias.shape != weight.shape[:1]):
+        given = [(str(t.dtype), tuple(t.shape)) for t in (x, weight, bias) if t is not None]
+        raise ContractError(
+            f"linear needs x [..., K], weight [N, K], bias [N] of one dtype, not {given}; check "
+            "which weight belongs to this layer"
+        )
+    if out_dtype not in (None, torch.float32, x.dtype):
+        raise ContractError(
+            f"linear rounds to {x.dtype} or float32, not {out_dtype}; cast the result"
+        )
+
+
+def grad_input(grad: Tensor, weight: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    """See ``kernels/linear``."""
+    run = choose(contract_id("linear_grad_input", weight.dtype)).run
+    return run(grad, weight.detach(), out_dtype)
+
+
+def grad_weight(
+    grad: Tensor, x: Tensor, accumulate_into: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    m, n, _ = _sizes(form, a, b)
-    a, b = aligned(a), aligned(b)
-    return run_tile(
-        tile, form, a, b, bias, torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
-    )
+    """See ``kernels/linear``; what came before takes part as a block of its own."""
+    run = choose(contract_id("linear_grad_weight", x.dtype)).run
+    return run(grad, x, accumulate_into, out_dtype, accumulate_into)
 
 
-def _dispatched(
-    form: str,
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    out_dtype: torch.dtype | None = None,
+def grad_bias(
+    grad: Tensor, accumulate_into: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
+    """See ``kernels/linear``; what came before takes part as a block of its own."""
+    run = choose(contract_id("linear_grad_bias", grad.dtype)).run
+    return run(grad, accumulate_into, out_dtype, accumulate_into)
+
+
+def _offered(tile: Tile, form: str, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    bias, out_dtype = (*rest, None, None)[:2]
+    m, n, _ = sizes_of(form, a, b)
+    out = torch.empty(m, n, dtype=out_dtype or a.dtype, device=a.device)
+    return run_tile(tile, form, aligned(a), aligned(b), bias, out)
+
+
+def _dispatched(form: str, a: Tensor, b: Tensor, *rest: Any) -> Tensor:
+    bias, out_dtype = (*rest, None, None)[:2]
     return gemm(form, a, b, bias, out_dtype=out_dtype)
 
 
-for _dtype, _name in NAMES.items():
-    _contract = register_contract(
-        Contract(
-            id=f"gemm.L.{_name}.sm90.v1",
-            op="gemm",
-            dtype=_name,
-            device="sm90",
-            formula="c[m, n] = round(sum_k a[m, k] b[n, k] + bias[n])",
-            order="one fp32 accumulator per output, reduced axis ascending, never split",
+def reference_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """The class's pointer kernel."""
+    return reference("nt", x, weight, bias, out_dtype)
+
+
+def reference_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """The class's pointer kernel, fp32 out."""
+    return reference("nt", x, weight, bias, torch.float32)
+
+
+def reference_input(grad: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    """The class's pointer kernel."""
+    return reference("nn", grad.to(weight.dtype), weight, None, out_dtype)
+
+
+def reference_weight(
+    grad: Tensor,
+    x: Tensor,
+    initial: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """Blocks of tokens by the class's pointer kernel, added ascending."""
+    grad, total = grad.to(x.dtype), initial
+    for start in range(0, max(grad.shape[0], 1), DW_CHUNK):
+        block = slice(start, start + DW_CHUNK)
+        part = reference("tn", grad[block], x[block], None, torch.float32)
+        total = part if total is None else total + part
+    assert total is not None
+    total = total if out_dtype is None else total.to(out_dtype)
+    return total if out is None else out.copy_(total)
+
+
+def reference_bias(
+    grad: Tensor,
+    initial: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The weight gradient of a column of ones."""
+    ones = torch.ones(grad.shape[0], 1, dtype=grad.dtype, device=grad.device)
+    first = None if initial is None else initial[None]
+    total = reference_weight(ones, grad, first)[0]
+    total = total if out_dtype is None else total.to(out_dtype)
+    return total if out is None else out.copy_(total)
+
+
+_CHAIN = "one fp32 accumulator per output, {axis} ascending, never split"
+_GRADIENTS = ("input", "weight", "bias")
+_BLOCKS = f" within blocks of {DW_CHUNK} tokens; blocks added ascending in fp32"
+_HERE = "zeromismatch.kernels.linear.gpu:"
+for _op, _run, _formula, _axis, _more, _reference in (
+    ("linear", forward, "y = round(sum_k x W + b)", "inputs", "", "reference_linear"),
+    ("lm_head", head, "logits = sum_k x W + b", "inputs", "", "reference_head"),
+    ("linear_grad_input", input_grad, "dX = sum_n dY W", "outputs", "", "reference_input"),
+    ("linear_grad_weight", weight_grad, "dW = sum_t dY X", "tokens", _BLOCKS, "reference_weight"),
+    ("linear_grad_bias", bias_grad, "db = sum_t dY", "tokens", _BLOCKS, "reference_bias"),
+):
+    for _dtype, _name in NAMES.items():
+        register_gpu(
+            {"dispatched": _run},
+            name=f"{_op}.L",
+            storages=(_name,),
+            op=_op,
+            formula=_formula,
+            order=_CHAIN.format(axis=_axis) + _more,
             rounding="fp32 accumulator, bias added in fp32, one rounding to nearest even",
-            functions={"float32": "fma"}.get(_name, "Hopper mma of 16-wide groups, fp32 sums"),
-            reference="zeromismatch.kernels.linear.gpu:reference",
-            gradient_rtol=1e-4 if _name == "float32" else 2e-2,
+            functions="fma" if _name == "float32" else "Hopper mma of 16-wide groups, fp32 sums",
+            reference=_HERE + _reference,
         )
+for _dtype, _name in NAMES.items():
+    _tiles = {own_tile(m, n, _dtype) for m in (1, 32, 64, 256, 1024) for n in (1024, 8192)}
+    register_gpu(
+        {"dispatched": _dispatched} | {t.name: partial(_offered, t) for t in _tiles},
+        name="gemm.L",
+        storages=(_name,),
+        op="gemm",
+        formula="c[m, n] = round(sum_k a[m, k] b[n, k] + bias[n])",
+        order=_CHAIN.format(axis="reduced axis"),
+        rounding="fp32 accumulator, bias added in fp32, one rounding to nearest even",
+        functions="fma" if _name == "float32" else "Hopper mma of 16-wide groups, fp32 sums",
+        reference="zeromismatch.kernels.linear.gpu_gemm:reference",
     )
-    _tiles = {_own(m, n, _dtype) for m in (1, 32, 64, 256, 1024) for n in (1024, 8192)}
-    _offered = {"dispatched": _dispatched} | {t.name: functools.partial(_offer, t) for t in _tiles}
-    for _served, _run in _offered.items():
-        register_implementation(
-            Implementation(contract=_contract.id, name=_served, run=_run, missing=missing)
-        )

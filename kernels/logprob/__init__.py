@@ -8,7 +8,8 @@ rounded. ``logprob`` is ``logprob.lanes16.float32.cpu.v1``: exact maximum, sum i
 tree, own exp and log. The division by the temperature is always performed; it is exact at 1. It
 happens before the softmax and never after: a chosen token's lp cannot be converted to another
 temperature. By construction lp <= 0, and a NaN logit gives NaN. ``lm_head_logprob`` is the two
-composed, same bits, without ever holding the logits of all rows (:mod:`.fused`).
+composed, same bits, without ever holding the logits of all rows (:mod:`.fused`). CUDA tensors go to
+:mod:`.gpu`; there an id outside the vocabulary gives NaN.
 
 ``pytest tests/kernels/logprob`` exercises it. Legend: T rows, V vocabulary, H width.
 """
@@ -23,6 +24,7 @@ from ..errors import ContractError
 from ..linear import apply_chain
 from ..linear import check as check_linear
 from . import cpu as cpu  # registers the contracts
+from . import gpu
 from .fused import lm_head_logprob
 from .rows import grad_rows, logprob_rows, targets_and_temperature
 
@@ -34,6 +36,8 @@ def lm_head(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     fp32 or bf16 CPU tensors of one dtype. Differentiable once. Raises ContractError otherwise.
     """
+    if h.is_cuda:
+        return gpu.lm_head(h, weight, bias)
     check_linear(h, weight, bias, torch.float32)
     return apply_chain("lm_head", h, weight, bias)
 
@@ -46,6 +50,8 @@ def logprob(logits_TV: Tensor, targets_T: Tensor, temperature: float | Tensor = 
     vocabulary, and temperatures that are not finite and positive (a greedy token has no lp at
     temperature 0; score it at the temperature it is compared at).
     """
+    if logits_TV.is_cuda:
+        return gpu.logprob(logits_TV, targets_T, temperature)
     if logits_TV.dtype != torch.float32 or logits_TV.dim() != 2 or logits_TV.device.type != "cpu":
         raise ContractError(
             f"logprob takes fp32 CPU logits [T, V], not {logits_TV.dtype} {tuple(logits_TV.shape)} "

@@ -18,12 +18,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
+from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import aligned, missing, require
-from ..linear.gpu import gemm
+from ..gpu.device import aligned, require
+from ..gpu.register import register_gpu, serving
+from ..linear import gpu as linear
+from ..linear.gpu_gemm import gemm
 
 BLOCK = 4096
 LANES = 128
@@ -33,9 +34,11 @@ _GRADIENT_BLOCK = 2048
 _MAX_ROWS = 65535
 
 
-def _forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(lp, row maximum, log of the row sum) of contiguous fp32 logits."""
+def forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(lp, row maximum, log of the row sum) of fp32 logits."""
     from . import gpu_kernels
+
+    logits, targets, temperature = aligned(logits), targets.contiguous(), temperature.contiguous()
 
     rows, vocabulary = logits.shape
     blocks = -(-vocabulary // BLOCK)
@@ -81,18 +84,24 @@ def _forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tens
     return lp, row_max, log_sum
 
 
-def _d_logits(
+def d_logits(
     logits: Tensor,
     targets: Tensor,
     temperature: Tensor,
     row_max: Tensor,
     log_sum: Tensor,
     g: Tensor,
-    first: int,
-    out: Tensor,
+    out: Tensor | None = None,
+    *,
+    first: int = 0,
 ) -> Tensor:
+    """d_logits [T, V] of columns from ``first`` on; ``out`` may have another dtype."""
     from . import gpu_kernels
 
+    logits = aligned(logits)
+    saved = (targets, temperature, row_max, log_sum, g)
+    targets, temperature, row_max, log_sum, g = (each.contiguous() for each in saved)
+    out = torch.empty_like(logits) if out is None else out
     rows, width = logits.shape
     for start in range(0, rows, _MAX_ROWS):
         part = slice(start, start + _MAX_ROWS)
@@ -121,95 +130,160 @@ def _temperature(temperature: float | Tensor, rows: int, device: torch.device) -
     return torch.full((rows,), temperature, dtype=torch.float32, device=device)
 
 
-class _Logprob(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-        logits = aligned(logits)
-        lp, row_max, log_sum = _forward(logits, targets, temperature)
-        ctx.save_for_backward(logits, targets, temperature, row_max, log_sum)
-        return lp
+@torch.library.custom_op("zeromismatch::logprob", mutates_args=())
+def logprob_op(
+    logits: Tensor, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(lp, row maximum, log of the row sum), fp32 [T]."""
+    return choose(serving(CONTRACTS, "logprob", logits.dtype)).run(logits, targets, temperature)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        logits, *rest = ctx.saved_tensors
-        return _d_logits(logits, *rest, g.contiguous(), 0, torch.empty_like(logits)), None, None
+
+@logprob_op.register_fake
+def _(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return _three(logits)
+
+
+def _three(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    a, b, c = (like.new_empty(like.shape[0], dtype=torch.float32) for _ in range(3))
+    return a, b, c
+
+
+@torch.library.custom_op("zeromismatch::logprob_grad", mutates_args=())
+def logprob_grad_op(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    g: Tensor,
+) -> Tensor:
+    """d_logits fp32 [T, V]."""
+    run = choose(serving(GRADIENTS, "logprob_grad", logits.dtype)).run
+    return run(logits, targets, temperature, row_max, log_sum, g)
+
+
+@logprob_grad_op.register_fake
+def _(logits: Tensor, *args: Any) -> Tensor:
+    return logits.new_empty(logits.shape)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def _grad(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor, None, None]:
+    return logprob_grad_op(*ctx.saved_tensors, g), None, None
+
+
+logprob_op.register_autograd(_grad, setup_context=_keep)
 
 
 def logprob(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) -> Tensor:
-    """fp32 [T] from fp32 logits [T, V]; differentiable in logits. Targets must lie in [0, V)."""
-    require("logprob", logits, dtypes=(torch.float32,))
-    if targets.shape != logits.shape[:1]:
+    """fp32 [T] from fp32 logits [T, V]; differentiable in logits; NaN for an id outside [0, V)."""
+    require("logprob", logits, targets, dtypes=(torch.float32,))
+    if logits.dim() != 2 or targets.shape != logits.shape[:1]:
         raise ContractError(
             f"logprob needs logits [T, V], targets [T], not {tuple(logits.shape)}, "
             f"{tuple(targets.shape)}; pass one target per row"
         )
-    return _Logprob.apply(
-        logits, targets.contiguous(), _temperature(temperature, logits.shape[0], logits.device)
-    )
+    at = _temperature(temperature, logits.shape[0], logits.device)
+    return logprob_op(logits, targets, at)[0]
 
 
 def lm_head(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """fp32 logits [T, V] of class L."""
-    return gemm("nt", h, weight, bias, out_dtype=torch.float32)
+    """fp32 logits [..., V] of class L; differentiable once."""
+    return linear.linear(h, weight, bias, out_dtype=torch.float32)
 
 
-class _LmHeadLogprob(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        h: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        bias: Tensor | None,
-        temperature: Tensor,
-    ) -> Tensor:
-        parts = []
-        for start in range(0, h.shape[0], ROWS):
-            part = slice(start, start + ROWS)
-            parts.append(_forward(lm_head(h[part], weight, bias), targets[part], temperature[part]))
-        empty = (h.new_empty(0, dtype=torch.float32),) * 3
-        lp, row_max, log_sum = (torch.cat(each) for each in zip(*(parts or [empty]), strict=True))
-        ctx.save_for_backward(h, weight, targets, bias, temperature, row_max, log_sum)
-        return lp
+@torch.library.custom_op("zeromismatch::lm_head_logprob", mutates_args=())
+def lm_head_logprob_op(
+    h: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(lp, row maximum, log of the row sum), ROWS rows of logits at a time."""
+    h, weight = aligned(h), aligned(weight)
+    head = choose(linear.contract_id("lm_head", h.dtype)).run
+    run = choose(serving(CONTRACTS, "logprob", torch.float32)).run
+    parts: list[tuple[Tensor, Tensor, Tensor]] = []
+    for start in range(0, h.shape[0], ROWS):
+        part = slice(start, start + ROWS)
+        parts.append(run(head(h[part], weight, bias), targets[part], temperature[part]))
+    if not parts:
+        return _three(h)
+    lp, row_max, log_sum = (torch.cat(each) for each in zip(*parts, strict=True))
+    return lp, row_max, log_sum
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        h, weight, targets, bias, temperature, row_max, log_sum = ctx.saved_tensors
-        wants_h, wants_weight, _, wants_bias, _ = ctx.needs_input_grad
-        rows, vocabulary = h.shape[0], weight.shape[0]
-        dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if wants_h else None
-        dw = torch.empty_like(weight) if wants_weight else None
-        db = torch.empty(vocabulary, device=h.device) if wants_bias else None
-        g = g.contiguous()
-        for first in range(0, vocabulary, CHUNK):
-            part = slice(first, min(first + CHUNK, vocabulary))
-            logits = lm_head(h, weight[part], None if bias is None else bias[part])
-            d = _d_logits(
-                logits,
-                targets,
-                temperature,
-                row_max,
-                log_sum,
-                g,
-                first,
-                torch.empty(logits.shape, dtype=h.dtype, device=h.device),
-            )
-            del logits
-            if dh is not None:
-                gemm("nn", d, weight[part], out=dh, accumulate=True)
-            if dw is not None:
-                gemm("tn", d, h, out=dw[part])
-            if db is not None:
-                db[part] = gemm("nn", d.new_ones(1, rows), d, out_dtype=torch.float32)[0]
-        return (
-            None if dh is None else dh.to(h.dtype),
-            dw,
-            None,
-            None if db is None else db.to(bias.dtype),
-            None,
-        )
+
+@lm_head_logprob_op.register_fake
+def _(
+    h: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _three(h)
+
+
+@torch.library.custom_op("zeromismatch::lm_head_logprob_grad", mutates_args=())
+def lm_head_logprob_grad_op(
+    g: Tensor,
+    h: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None,
+    temperature: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(dH, dW, db), CHUNK columns of the vocabulary at a time; empty where not wanted."""
+    h, weight = aligned(h), aligned(weight)
+    head = choose(linear.contract_id("lm_head", h.dtype)).run
+    rows, vocabulary = h.shape[0], weight.shape[0]
+    dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if wanted[0] else None
+    dw = torch.empty_like(weight) if wanted[1] else h.new_empty(0)
+    db = torch.empty(vocabulary if wanted[2] else 0, device=h.device)
+    g = g.contiguous()
+    for first in range(0, vocabulary, CHUNK):
+        part = slice(first, min(first + CHUNK, vocabulary))
+        logits = head(h, weight[part], None if bias is None else bias[part])
+        out = torch.empty(logits.shape, dtype=h.dtype, device=h.device)
+        d = d_logits(logits, targets, temperature, row_max, log_sum, g, out, first=first)
+        del logits
+        if dh is not None:
+            gemm("nn", d, weight[part], out=dh, accumulate=True)
+        if wanted[1]:
+            gemm("tn", d, h, out=dw[part])
+        if wanted[2]:
+            db[part] = gemm("nn", d.new_ones(1, rows), d, out_dtype=torch.float32)[0]
+    first_grad = h.new_empty(0) if dh is None else dh.to(h.dtype)
+    return first_grad, dw, db.to(h.dtype)
+
+
+@lm_head_logprob_grad_op.register_fake
+def _(g: Tensor, h: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    wanted = args[-1]
+    return (
+        h.new_empty(h.shape if wanted[0] else (0,)),
+        h.new_empty(weight.shape if wanted[1] else (0,)),
+        h.new_empty(weight.shape[:1] if wanted[2] else (0,)),
+    )
+
+
+def _keep_head(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs, *output[1:])
+
+
+def _grad_head(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    wants_h, wants_weight, _targets, wants_bias, _temperature = ctx.needs_input_grad
+    wanted = [wants_h, wants_weight, wants_bias]
+    dh, dw, db = lm_head_logprob_grad_op(g, *ctx.saved_tensors, wanted)
+    return (
+        dh if wants_h else None,
+        dw if wants_weight else None,
+        None,
+        db if wants_bias else None,
+        None,
+    )
+
+
+lm_head_logprob_op.register_autograd(_grad_head, setup_context=_keep_head)
 
 
 def lm_head_logprob(
@@ -220,46 +294,71 @@ def lm_head_logprob(
     temperature: float | Tensor = 1.0,
 ) -> Tensor:
     """fp32 [T]: the bits of ``logprob(lm_head(h, weight, bias), targets, temperature)``."""
-    require("lm_head_logprob", h, weight, bias)
-    return _LmHeadLogprob.apply(
-        aligned(h),
-        aligned(weight),
-        targets.contiguous(),
-        bias,
-        _temperature(temperature, h.shape[0], h.device),
-    )
+    linear.check(h, weight, bias, torch.float32)
+    require("lm_head_logprob", h, targets)
+    if h.dim() != 2 or targets.shape != h.shape[:1]:
+        raise ContractError(
+            f"lm_head_logprob needs h [T, H] and targets [T], not {tuple(h.shape)}, "
+            f"{tuple(targets.shape)}; flatten the leading axes and pass one target per row"
+        )
+    at = _temperature(temperature, h.shape[0], h.device)
+    return lm_head_logprob_op(h, weight, targets, bias, at)[0]
 
 
-def _run(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
-    return _forward(aligned(logits), targets, temperature)[0]
-
-
-def reference(logits: Tensor, targets: Tensor, temperature: Tensor) -> Tensor:
+def reference(
+    logits: Tensor, targets: Tensor, temperature: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """The same kernels, one row at a time: order and functions are theirs; rows cannot matter."""
     rows = [
-        _run(logits[i : i + 1].clone(), targets[i : i + 1], temperature[i : i + 1])
+        forward(logits[i : i + 1].clone(), targets[i : i + 1], temperature[i : i + 1])
         for i in range(logits.shape[0])
     ]
-    return torch.cat(rows) if rows else logits.new_empty(0)
+    if not rows:
+        return _three(logits)
+    lp, row_max, log_sum = (torch.cat(each) for each in zip(*rows, strict=True))
+    return lp, row_max, log_sum
 
 
-_CONTRACT = register_contract(
-    Contract(
-        id="logprob.blocks.float32.sm90.v1",
-        op="logprob",
-        dtype="float32",
-        device="sm90",
-        formula="lp = (z_t - max z) - log sum exp(z - max z), z = logit / T",
-        order=(
-            f"blocks of {BLOCK} columns at absolute places, a tree of halves, neighbours "
-            f"and halves inside, blocks ascending"
-        ),
-        rounding="fp32 throughout, no FMA",
-        functions="ex2.approx.ftz, lg2.approx, IEEE division",
-        reference="zeromismatch.kernels.logprob.gpu:reference",
-        gradient_rtol=1e-3,
-    )
+def reference_grad(
+    logits: Tensor,
+    targets: Tensor,
+    temperature: Tensor,
+    row_max: Tensor,
+    log_sum: Tensor,
+    g: Tensor,
+    out: Tensor | None = None,
+) -> Tensor:
+    """The kernel on one column at a time, as chunks of width 1."""
+    columns = [
+        d_logits(logits[:, i : i + 1], targets, temperature, row_max, log_sum, g, first=i)
+        for i in range(logits.shape[1])
+    ]
+    d = torch.cat(columns, dim=1)
+    return d if out is None else out.copy_(d)
+
+
+CONTRACTS = register_gpu(
+    {"triton": forward},
+    name="logprob.blocks",
+    storages=("float32",),
+    op="logprob",
+    formula="lp = (z_t - max z) - log sum exp(z - max z), z = logit / T",
+    order=f"blocks of {BLOCK} columns at absolute places, a tree of halves, neighbours and halves "
+    "inside, blocks ascending",
+    rounding="fp32 throughout, no FMA",
+    functions="ex2.approx.ftz, lg2.approx, IEEE division",
+    reference="zeromismatch.kernels.logprob.gpu:reference",
+    rtol=(1e-3, 1e-3),
 )
-register_implementation(
-    Implementation(contract=_CONTRACT.id, name="triton", run=_run, missing=missing)
+GRADIENTS = register_gpu(
+    {"triton": d_logits},
+    name="logprob_grad.elementwise",
+    storages=("float32",),
+    op="logprob_grad",
+    formula="d_logit = (grad (onehot - exp((z - max) - log_sum))) / T",
+    order="elementwise",
+    rounding="every operation in fp32, no FMA",
+    functions="ex2.approx.ftz, IEEE division",
+    reference="zeromismatch.kernels.logprob.gpu:reference_grad",
+    rtol=(1e-3, 1e-3),
 )

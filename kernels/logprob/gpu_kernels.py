@@ -95,7 +95,7 @@ def logprob_chosen_kernel(
     mask = (rows < T) & (target >= 0) & (target < width)
     tl.store(
         chosen_ptr + rows,
-        tl.load(logits_ptr + rows * stride + target, mask=mask, other=0.0),
+        tl.load(logits_ptr + rows * stride + target, mask=mask, other=float("nan")),
         mask=mask,
     )
 

@@ -7,6 +7,7 @@ correctly rounded. Rounding points are those of transformers' Llama: the normali
 rounded to storage, then the product with the weight. With ``unit_offset`` there is one rounding,
 at the end. A row's result, and the gradient with respect to it, depend on that row and the weight
 alone. The weight's gradient is one chain over the rows in the order of the call.
+CUDA tensors go to :mod:`.gpu`, whose contract fixes other lanes.
 ``kernels/reference/rmsnorm.py`` is the definition; ``pytest tests/kernels/rmsnorm`` exercises it.
 
 Legend: T rows, H width.
@@ -22,13 +23,15 @@ from ..accumulation import chain_of
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
-from . import cpu
+from . import cpu, gpu
 
 __all__ = ["rmsnorm", "rmsnorm_backward", "rmsnorm_residual"]
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """Normalise the last dimension of ``x [..., H]``, fp32 or bf16; ``weight [H]`` of its dtype."""
+    if x.is_cuda:
+        return gpu.rmsnorm(x, weight, eps, unit_offset=unit_offset)
     rows = _rows(x, weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         y = _RMSNorm.apply(rows, None, weight.contiguous(), eps, unit_offset)
@@ -41,6 +44,8 @@ def rmsnorm_residual(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False
 ) -> tuple[Tensor, Tensor]:
     """``(y, s)``: ``s = round(x + residual)`` and ``y = rmsnorm(s)``, shape and dtype of x."""
+    if x.is_cuda:
+        return gpu.rmsnorm_residual(x, residual, weight, eps, unit_offset=unit_offset)
     if residual.shape != x.shape or residual.dtype != x.dtype:
         raise ContractError(
             f"residual is {residual.dtype} {tuple(residual.shape)}, x is {x.dtype} "
@@ -69,6 +74,9 @@ def rmsnorm_backward(
     ds: gradient that reaches ``s`` by another path (the residual's). accumulate_into: an fp32
     ``[H]`` whose chains continue, so that micro-batches give the bits of one batch.
     """
+    if s.is_cuda:
+        options = {"unit_offset": unit_offset, "ds": ds, "accumulate_into": accumulate_into}
+        return gpu.rmsnorm_backward(dy, s, weight, eps, **options)
     run = choose(covering(cpu.GRADIENTS, s).id).run
     ds = None if ds is None else ds.contiguous()
     dx, dw = run(dy.contiguous(), s, weight, eps, unit_offset, ds, accumulate_into)
@@ -89,7 +97,7 @@ def _forward(
     rows: Tensor, weight: Tensor, eps: float, unit_offset: bool, residual: Tensor | None
 ) -> Any:
     run = choose(covering(cpu.CONTRACTS, rows).id).run
-    return run(rows.detach(), weight.detach(), eps, unit_offset, residual)
+    return run(rows, weight, eps, unit_offset, residual)
 
 
 class _RMSNorm(torch.autograd.Function):

@@ -5,7 +5,7 @@ rounded once, so a position has the same entries in every batch and on every mac
 the positions where fp32 phases or bf16 tables go wrong. The rotation uses two products and one
 sum without FMA: in fp32 it equals torch's ``x * cos + rotate_half(x) * sin`` bit for bit. Its
 gradient is the rotation by the opposite angle, by the same kernel. Columns past the table's width
-(partial rotary) pass through.
+(partial rotary) pass through. CUDA tensors go to :mod:`.gpu`; the table is made on the CPU.
 
 ``kernels/reference/rotary.py`` is the definition; ``pytest tests/kernels/rotary`` exercises it.
 
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
-from . import cpu
+from . import cpu, gpu
 
 __all__ = ["apply_rotary", "rotary_table"]
 
@@ -33,6 +33,9 @@ def rotary_table(
     inv_freq: Tensor, positions: Tensor, scaling: float = 1.0
 ) -> tuple[Tensor, Tensor]:
     """``cos, sin`` fp32 ``[T, R]`` from fp64 ``inv_freq [R / 2]`` and integer ``positions [T]``."""
+    if positions.is_cuda:
+        cos, sin = rotary_table(inv_freq.cpu(), positions.cpu(), scaling)
+        return cos.to(positions.device), sin.to(positions.device)
     if inv_freq.dtype != torch.float64 or inv_freq.dim() != 1 or inv_freq.device.type != "cpu":
         raise ContractError(
             f"inv_freq is {inv_freq.dtype} {tuple(inv_freq.shape)} on {inv_freq.device.type}; "
@@ -56,6 +59,8 @@ def rotary_table(
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate every head of ``x [T, heads, D]`` (fp32 or bf16) by fp32 ``cos, sin [T, R]``."""
+    if x.is_cuda:
+        return gpu.apply_rotary(x, cos, sin)
     covering(cpu.ROTARY, x)
     fits = x.dim() == 3 and cos.dim() == 2 and cos.shape == sin.shape and cos.shape[0] == x.shape[0]
     if not fits or cos.shape[1] % 2 or cos.shape[1] > x.shape[2]:

@@ -1,27 +1,25 @@
-"""Rotary embedding on the GPU, forward and backward: ``rotary.halves.<dtype>.sm90.v1``.
+"""Rotary embedding on the GPU, forward and backward; the table comes from the CPU's fp64 contract.
 
-    y = round(x * cos + rotate_half(x) * sin)      fp32, no FMA; in fp32 the bits of torch's own
-        chain
-
-cos and sin are the shared fp32 table of :mod:`.` (made from fp64 once). Elementwise, so every
-schedule has the same bits. Legend: T tokens, N heads, D head size.
+Contract ``rotary.halves.<dtype>.sm90.v1``: y = round(x cos + rotate_half(x) sin), two products and
+one sum in fp32 without FMA. Elementwise, so every schedule has the same bits. Columns past the
+table's width pass through. Legend: T tokens, N heads, D head size, R rotated columns.
 """
 
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from ..contract import Contract, Implementation, register_contract, register_implementation
+from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import NAMES, aligned, missing, require
+from ..gpu.device import NAMES, aligned, require
+from ..gpu.register import register_gpu, serving
+from .cpu import TABLE as HOST_TABLE
 
 _ITEMS = 16
 
 
-@torch.library.custom_op("zeromismatch::rotary", mutates_args=())
-def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False) -> Tensor:
     """[T, N, D]; ``transposed`` applies the inverse rotation's derivative."""
     from . import gpu_kernels
 
@@ -29,8 +27,11 @@ def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
     x = x if x.stride(-1) == 1 else x.contiguous()
     tokens, heads, size = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if y.numel():
-        half = size // 2
+    width = cos.shape[1]
+    if width < size:
+        y[..., width:] = x[..., width:]
+    if tokens * heads * width:
+        half = width // 2
         gpu_kernels.rotary_kernel[(-(-tokens * heads // _ITEMS),)](
             x,
             cos,
@@ -51,67 +52,84 @@ def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
     return y
 
 
+@torch.library.custom_op("zeromismatch::rotary", mutates_args=())
+def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
+    """See :func:`rotate`."""
+    if transposed:
+        return rotate(x, cos, sin, transposed=True)
+    return choose(serving(CONTRACTS, "rotary", x.dtype)).run(x, cos, sin)
+
+
 @rotary_op.register_fake
 def _(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-class _Rotary(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return rotary_op(x, cos, sin, False)
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs[1:3])
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = ctx.saved_tensors
-        return rotary_op(dy, cos, sin, True), None, None
+
+def _grad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+    return rotary_op(dy, *ctx.saved_tensors, True), None, None, None
+
+
+rotary_op.register_autograd(_grad, setup_context=_keep)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotated ``x[T, N, D]`` by fp32 ``cos[T, D]`` and ``sin[T, D]``; differentiable in x."""
-    require("rotary", x, dtypes=tuple(NAMES))
-    fits = (
-        x.dim() == 3 and cos.shape == sin.shape == (x.shape[0], x.shape[2]) and x.shape[2] % 2 == 0
-    )
-    if not fits or cos.dtype != torch.float32 or sin.dtype != torch.float32:
+    """Rotated ``x[T, N, D]`` by fp32 ``cos[T, R]`` and ``sin[T, R]``; differentiable in x."""
+    require("rotary", x, cos, sin, dtypes=tuple(NAMES))
+    fits = x.dim() == 3 and cos.dim() == 2 and cos.shape == sin.shape and cos.shape[0] == x.shape[0]
+    if not fits or cos.shape[1] % 2 or cos.shape[1] > x.shape[2]:
         raise ContractError(
-            f"rotary needs x [T, heads, D] with even D and fp32 cos, sin [T, D], not "
-            f"{tuple(x.shape)}, "
-            f"{tuple(cos.shape)} {cos.dtype}; build the table with rotary_table"
+            f"cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit x {tuple(x.shape)}; "
+            "pass x [T, heads, D] and tables [T, R] with R even and at most D"
         )
-    return _Rotary.apply(x, cos, sin)
+    if cos.dtype != torch.float32 or sin.dtype != torch.float32:
+        raise ContractError(
+            f"tables are {cos.dtype} and {sin.dtype}; keep them in fp32 (rotary_table makes them)"
+        )
+    return rotary_op(x, cos.detach(), sin.detach(), False)
 
 
-def _run(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return rotary_op(x, cos, sin, False)
+def rotary_table(inv_freq: Tensor, positions: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    """The CPU's table, made there and copied: one table has one set of bits everywhere."""
+    run = choose(HOST_TABLE[torch.float32].id).run
+    table = run(inv_freq.detach().cpu().contiguous(), positions.cpu().contiguous(), scaling)
+    cos, sin = (each.to(positions.device) for each in table)
+    return cos, sin
 
 
 def reference(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The definition, as torch's separate pointwise operations."""
-    first, second = x.float().chunk(2, dim=-1)
+    width = cos.shape[1]
+    turning = x[..., :width].float()
+    first, second = turning.chunk(2, dim=-1)
     turned = torch.cat((-second, first), dim=-1)
-    return (x.float() * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+    y = (turning * cos[:, None] + turned * sin[:, None]).to(x.dtype)
+    return torch.cat((y, x[..., width:]), dim=-1)
 
 
-for _name in NAMES.values():
-    register_contract(
-        Contract(
-            id=f"rotary.halves.{_name}.sm90.v1",
-            op="rotary",
-            dtype=_name,
-            device="sm90",
-            formula="y = round(x cos + rotate_half(x) sin)",
-            order="elementwise",
-            rounding="products and sum in fp32 without FMA, one rounding",
-            functions="none",
-            reference="zeromismatch.kernels.rotary.gpu:reference",
-            gradient_rtol=1e-5 if _name == "float32" else 2e-2,
-        )
-    )
-    register_implementation(
-        Implementation(
-            contract=f"rotary.halves.{_name}.sm90.v1", name="triton", run=_run, missing=missing
-        )
-    )
+CONTRACTS = register_gpu(
+    {"triton": rotate},
+    name="rotary.halves",
+    op="rotary",
+    formula="y = round(x cos + rotate_half(x) sin); columns past the table unchanged",
+    order="elementwise",
+    rounding="products and sum in fp32 without FMA, one rounding",
+    functions="none",
+    reference="zeromismatch.kernels.rotary.gpu:reference",
+    rtol=(1e-5, 2e-2),
+)
+TABLES = register_gpu(
+    {"host-core": rotary_table},
+    name="rotary_table.fp64",
+    storages=("float32",),
+    op="rotary_table",
+    formula="rotary_table.fp64.float32.cpu.v1, computed by the CPU and copied",
+    order="none: elementwise",
+    rounding="fp64 without FMA, once to fp32",
+    functions="sincos64.v1",
+    reference="zeromismatch.kernels.reference.rotary:rotary_table",
+    rtol=(0.0, 0.0),
+)

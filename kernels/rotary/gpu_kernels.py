@@ -33,7 +33,7 @@ def rotary_kernel(
     mask = (token < T)[:, None] & (dims < HALF)[None, :]
     x_at = token[:, None] * stride_t + (head * stride_n)[:, None] + dims[None, :]
     y_at = (token * N + head)[:, None] * D + dims[None, :]
-    t_at = token[:, None] * D + dims[None, :]
+    t_at = token[:, None] * (2 * HALF) + dims[None, :]
     x1 = tl.load(x_ptr + x_at, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(x_ptr + x_at + HALF, mask=mask, other=0.0).to(tl.float32)
     c1 = tl.load(cos_ptr + t_at, mask=mask, other=0.0)

@@ -6,7 +6,8 @@ The noise is an integer hash of (seed, position, token id), so it does not depen
 row or what else is being generated; replaying a request with its seed gives the same tokens. Adding
 Gumbel noise and taking the maximum draws exactly from softmax(logits / T). Temperature 0 is greedy.
 The contract ``sampling.gumbel.float32.cpu.v1`` is written out in ``kernels/reference/sampling.py``.
-Not differentiable. ``pytest tests/kernels/sampling`` exercises it.
+Not differentiable.
+Logits on a GPU are copied to the CPU first. ``pytest tests/kernels/sampling`` exercises it.
 
 Legend: T rows (one per request), V vocabulary.
 """
@@ -38,6 +39,9 @@ def sample(
     is greedy with the lowest id on ties. Rows that hold NaN or +inf, or nothing but -inf, raise
     NonFiniteError naming the row; tensors of another dtype, shape or device raise ContractError.
     """
+    if logits_TV.is_cuda:  # the CPU's contract: the same token wherever the logits were made
+        arguments = (each.cpu() for each in (logits_TV, seeds_T, positions_T, temperature_T))
+        return sample(*arguments).to(logits_TV.device)
     _check(logits_TV, seeds_T, positions_T, temperature_T)
     run = choose(CONTRACT.id).run
     tokens = run(

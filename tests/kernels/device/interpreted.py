@@ -4,6 +4,7 @@ without a GPU.
 Numbers come from numpy here, so this shows indexing, masks and formulas; bits are a GPU's business.
 """
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -11,12 +12,12 @@ from triton.runtime import interpreter
 
 from zeromismatch.kernels import bits
 from zeromismatch.kernels.attention import gpu as attention
+from zeromismatch.kernels.attention import gpu_contract as contract
 from zeromismatch.kernels.attention import gpu_launch as launch
-from zeromismatch.kernels.attention.batch import PAGE
 from zeromismatch.kernels.embedding import gpu as embedding
 from zeromismatch.kernels.gated import gpu as gated
 from zeromismatch.kernels.gpu import digest
-from zeromismatch.kernels.linear import gpu as linear
+from zeromismatch.kernels.linear import gpu_gemm as linear
 from zeromismatch.kernels.linear.gpu_table import Tile
 from zeromismatch.kernels.logprob import gpu as logprob
 from zeromismatch.kernels.reference.digest import digest_rows
@@ -70,27 +71,37 @@ def products() -> None:
 
 def row_operators() -> None:
     x, w, dy = torch.randn(11, 300), torch.randn(300), torch.randn(11, 300)
-    y, s = rmsnorm.rmsnorm_op(x, dy, w, 1e-6, True)
+    y, s = rmsnorm.forward(x, w, 1e-6, True, dy)
     near(y, rmsnorm.reference(s, w, 1e-6, True), 1e-6)
     leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
     torch.nn.functional.rms_norm(leaf, (300,), weight, 1e-6).backward(dy)
+    for mine, true in zip(rmsnorm.backward(dy, x, w, 1e-6), (leaf.grad, weight.grad), strict=True):
+        near(mine, true, 1e-5)
     for mine, true in zip(
-        rmsnorm.backward(x, w, dy, None, 1e-6, False), (leaf.grad, weight.grad), strict=True
+        rmsnorm.backward(dy, x, w, 1e-6, True, dy, w),
+        rmsnorm.reference_grad(dy, x, w, 1e-6, True, dy, w),
+        strict=True,
     ):
         near(mine, true, 1e-5)
-    heads, angle = torch.randn(5, 3, 20), torch.randn(5, 20)
+    heads, angle = torch.randn(5, 3, 20), torch.randn(5, 12)
     near(
-        rotary.rotary_op(heads, angle, angle.flip(1), False),
+        rotary.rotate(heads, angle, angle.flip(1)),
         rotary.reference(heads, angle, angle.flip(1)),
         1e-6,
     )
-    near(gated.gated_op(x, dy, False), torch.nn.functional.silu(x) * dy, 1e-5)
-    near(gated.gated_op(x, dy, True), torch.nn.functional.gelu(x, approximate="tanh") * dy, 1e-5)
+    near(gated.forward(False, x, dy), torch.nn.functional.silu(x) * dy, 1e-5)
+    near(gated.forward(True, x, dy), torch.nn.functional.gelu(x, approximate="tanh") * dy, 1e-5)
+    wide = torch.linspace(-40, 40, 333).requires_grad_()
+    capped = 7 * torch.tanh(wide / 7)
+    near(gated.cap_forward(wide.detach(), 7.0), capped.detach(), 1e-6)
+    capped.backward(wide.detach())
+    near(gated.cap_backward(wide.detach(), wide.detach(), 7.0), wide.grad, 1e-5)
     ids = torch.randint(0, 5, (200,))
     grads = torch.randn(200, 24)
-    near(embedding.grad_weight(grads, ids, 7), embedding.reference(grads, ids, 7), 1e-6)
+    near(embedding.grad_weight(grads, ids, 7), embedding.reference_grad(grads, ids, 7), 1e-6)
+    assert bits.equal(embedding.gather(ids[:9], grads), grads[ids[:9]])
     z, targets = torch.randn(3, 5000), torch.tensor([0, 4999, 77])
-    lp = logprob._forward(z, targets, torch.full((3,), 0.5))[0]
+    lp = logprob.forward(z, targets, torch.full((3,), 0.5))[0]
     near(lp, torch.log_softmax(z.double() * 2, -1).gather(1, targets[:, None])[:, 0], 1e-5)
     out = torch.zeros(11, 2, dtype=torch.int64)
     digest.digest_into_op(x, out)
@@ -98,53 +109,54 @@ def row_operators() -> None:
 
 
 def attentions() -> None:
-    size, heads, kv_heads, lengths = 64, 4, 2, (150, 1, 33)
-    total, start = sum(lengths), torch.tensor([0, 150, 151, 184], dtype=torch.int32)
-    q, k, v = (torch.randn(total, h, size).half() for h in (heads, kv_heads, kv_heads))
-    true = torch.cat(
-        [
-            torch.nn.functional.scaled_dot_product_attention(
-                *(
-                    t[a:b].double().transpose(0, 1).repeat_interleave(heads // t.shape[1], 0)
-                    for t in (q, k, v)
-                ),
-                is_causal=True,
-            ).transpose(0, 1)
-            for a, b in zip(start[:-1].tolist(), start[1:].tolist(), strict=True)
-        ]
-    )
-    near(attention.packed_attention_op(q, k, v, start, size**-0.5, 0, 0.0, None)[0], true, 2e-3)
-    cache = attention.new_cache(30, kv_heads, size, dtype=torch.float16, device="cpu")
-    cache.k.fill_(float("nan"))
-    cache.v.fill_(float("nan"))
-    table = torch.randperm(30).to(torch.int32).view(3, 10)
-    for request, (a, length) in enumerate(zip(start.tolist(), lengths, strict=False)):
-        at = torch.arange(length)
-        slot = table[request].long()[at // PAGE] * PAGE + at % PAGE
-        attention.write_kv_op(cache.k, cache.v, k[a : a + length], v[a : a + length], slot)
-    last, kv_len = start[1:].long() - 1, torch.tensor(lengths, dtype=torch.int32)
-    one = torch.arange(4, dtype=torch.int32)
-    work = attention.schedule(
-        one, kv_len, tokens=3, group=2, head_dim=size, max_kv=160, max_query=1
-    )
-    out = attention.paged_attention_op(
-        q[last],
-        cache.k,
-        cache.v,
-        one,
-        kv_len,
-        table,
-        work.walk_start,
-        work.split_start,
-        work.tiles,
-        work.chunks,
-        work.few,
-        size**-0.5,
-        0,
-        0.0,
-        None,
-    )[0]
-    near(out, true[last], 2e-3)
+    for dtype, size, options in (
+        (torch.float16, 64, (0, 0.0, None)),
+        (torch.float32, 48, (40, 9.0, torch.tensor([0.5, -1.0, 2.0, 0.0]))),
+    ):
+        heads, kv_heads, total = 4, 2, 104
+        start = torch.tensor([0, 70, 71, 104], dtype=torch.int32)
+        q, k, v = (torch.randn(total, h, size).to(dtype) for h in (heads, kv_heads, kv_heads))
+        leaves = [t.double().requires_grad_() for t in (q, k, v)]
+        true = exact(*leaves, start.tolist(), *options)
+        do = torch.randn(total, heads, size).to(dtype)
+        true.backward(do.double())
+        settings = (size**-0.5, *options)
+        o, lse = attention.packed_forward(q, k, v, start, settings, specialised=False)
+        rtol = 2e-3 if dtype == torch.float16 else 1e-5
+        near(o, true.detach(), rtol)
+        near(contract.over_pages((1, 40, 41), False, q, k, v, start, *settings), o, rtol)
+        grads = launch.backward(do, q, k, v, o, lse, start, *settings[:3])
+        for mine, leaf in zip(grads[:3], leaves, strict=True):
+            near(mine, leaf.grad, 4 * rtol)
+        for mine, again in zip(
+            contract.reference_grad(do, q, k, v, o, lse, start, *settings[:3]), grads, strict=True
+        ):
+            near(mine, again, rtol)
+
+
+def exact(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    start: list[int],
+    window: int,
+    softcap: float,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    outs = []
+    for a, b in pairwise(start):
+        one, keys, values = (t[a:b].transpose(0, 1) for t in (q, k, v))
+        group = one.shape[0] // keys.shape[0]
+        s = one @ keys.repeat_interleave(group, 0).transpose(1, 2) * q.shape[2] ** -0.5
+        s = softcap * torch.tanh(s / softcap) if softcap else s
+        at = torch.arange(b - a)
+        gap = at[:, None] - at[None]
+        s = s.masked_fill((gap < 0) | ((gap >= window) & (window > 0)), float("-inf"))
+        if sinks is not None:
+            s = torch.cat((s, sinks.double()[:, None, None].expand(-1, b - a, 1)), -1)
+        p = s.softmax(-1)[..., : b - a]
+        outs.append((p @ values.repeat_interleave(group, 0)).transpose(0, 1))
+    return torch.cat(outs)
 
 
 if __name__ == "__main__":

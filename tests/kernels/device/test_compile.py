@@ -22,7 +22,7 @@ from zeromismatch.kernels.attention import gpu_launch as launch  # noqa: E402
 from zeromismatch.kernels.embedding import gpu as embedding  # noqa: E402
 from zeromismatch.kernels.gated import gpu as gated  # noqa: E402
 from zeromismatch.kernels.gpu import device, digest  # noqa: E402
-from zeromismatch.kernels.linear import gpu as linear  # noqa: E402
+from zeromismatch.kernels.linear import gpu_gemm as linear  # noqa: E402
 from zeromismatch.kernels.linear.gpu_table import FP32, FP32_SMALL, LARGE, REFERENCE, ROWS  # noqa: E402
 from zeromismatch.kernels.logprob import gpu as logprob  # noqa: E402
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm  # noqa: E402
@@ -99,28 +99,23 @@ def products(whole):
 
 def row_operators():
     x, w = torch.zeros(8, 2048, dtype=BF16), torch.zeros(2048, dtype=BF16)
-    rmsnorm.rmsnorm_op(x, None, w, 1e-6, False)
-    rmsnorm.rmsnorm_op(x, x.clone(), w, 1e-6, True)
-    rmsnorm.backward(x, w, x.clone(), x.clone(), 1e-6, False)
+    rmsnorm.forward(x, w, 1e-6)
+    rmsnorm.forward(x, w, 1e-6, True, x.clone())
+    rmsnorm.backward(x, x.clone(), w, 1e-6, False, x.clone())
     cos = torch.zeros(8, 128)
-    rotary.rotary_op(x.view(8, 16, 128), cos, cos.clone(), False)
-    rotary.rotary_op(x.view(8, 16, 128), cos, cos.clone(), True)
+    rotary.rotate(x.view(8, 16, 128), cos, cos.clone())
+    rotary.rotate(x.view(8, 16, 128), cos, cos.clone(), transposed=True)
     for gelu in (False, True):
-        gated.gated_op(x, x.clone(), gelu)
-        gated.backward(x, x.clone(), x.clone(), gelu)
+        gated.forward(gelu, x, x.clone())
+        gated.backward(gelu, x, x.clone(), x.clone())
+    gated.cap_forward(x.float(), 30.0)
+    gated.cap_backward(x.float(), x.float(), 30.0)
     embedding.grad_weight(x, torch.arange(8), 32)
+    embedding.gather(torch.arange(8), x)
     z, t = torch.zeros(4, 5000), torch.ones(4)
-    lp, row_max, log_sum = logprob._forward(z, torch.zeros(4, dtype=torch.int64), t)
-    logprob._d_logits(
-        z,
-        torch.zeros(4, dtype=torch.int64),
-        t,
-        row_max,
-        log_sum,
-        lp,
-        0,
-        torch.empty_like(z, dtype=BF16),
-    )
+    lp, row_max, log_sum = logprob.forward(z, torch.zeros(4, dtype=torch.int64), t)
+    saved = (torch.zeros(4, dtype=torch.int64), t, row_max, log_sum, lp)
+    logprob.d_logits(z, *saved, torch.empty_like(z, dtype=BF16))
     for dtype in (torch.uint8, BF16, torch.float32):
         digest.digest_into_op(x.to(dtype), torch.zeros(8, 2, dtype=torch.int64))
 
@@ -128,42 +123,29 @@ def row_operators():
 def hopper():
     q, k = torch.zeros(256, 8, 128, dtype=BF16), torch.zeros(256, 2, 128, dtype=BF16)
     start = torch.tensor([0, 100, 256], dtype=torch.int32)
-    work = attention.schedule(
-        start, start.diff(), tokens=256, group=4, head_dim=128, max_kv=256, split=False
-    )
-    launch.hopper(q, k, k.clone(), torch.empty_like(q), torch.empty(8, 256), start, work, 0.1)
+    attention.packed_forward(q, k, k.clone(), start, (0.1, 0, 0.0, None), specialised=True)
 
 
-def attentions(size, window, softcap):
+def attentions(size, window, softcap, dtype=BF16):
     tokens, heads, kv_heads = 300, 8, 2
-    q, k, v = (torch.zeros(tokens, h, size, dtype=BF16) for h in (heads, kv_heads, kv_heads))
+    q, k, v = (torch.zeros(tokens, h, size, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     start = torch.tensor([0, tokens], dtype=torch.int32)
-    sinks = torch.zeros(heads)
-    o, lse = attention.packed_attention_op(q, k, v, start, 0.1, window, softcap, sinks)
-    attention.backward(q, k, v, o, lse, q.clone(), start, 0.1, window, softcap)
-    cache = attention.new_cache(32, kv_heads, size, dtype=BF16, device="cpu")
+    settings = (0.1, window, softcap, torch.zeros(heads))
+    o, lse = attention.packed_forward(q, k, v, start, settings, specialised=False)
+    launch.backward(q.clone(), q, k, v, o, lse, start, *settings[:3])
+    cache = attention.new_cache(32, kv_heads, size, dtype=dtype, device="cpu")
     attention.write_kv_op(cache.k, cache.v, k, v, torch.arange(tokens))
     work = attention.schedule(
-        start, start[1:], tokens=tokens, group=4, head_dim=size, max_kv=512, window=window
-    )
-    table = torch.zeros(1, 32, dtype=torch.int32)
-    attention.paged_attention_op(
-        q,
-        cache.k,
-        cache.v,
         start,
         start[1:],
-        table,
-        work.walk_start,
-        work.split_start,
-        work.tiles,
-        work.chunks,
-        work.few,
-        0.1,
-        window,
-        softcap,
-        sinks,
+        tokens=tokens,
+        group=4,
+        tile=attention.walk_tile(q),
+        max_kv=512,
+        window=window,
     )
+    index = (start, start[1:], torch.zeros(1, 32, dtype=torch.int32))
+    attention.paged_forward(q, cache.k, cache.v, index, work, settings)
 
 
 @pytest.mark.slow
@@ -176,11 +158,11 @@ def test_every_kernel_compiles(monkeypatch, target):
             monkeypatch.setattr(launch, "has_gluon", lambda: False)
         products(whole=target == "sm_90")
         row_operators()
-        settings = [(80, 100, 30.0)]
+        settings = [(80, 100, 30.0), (48, 0, 0.0, torch.float32)]
         if target == "sm_90":
             settings += [(64, 0, 0.0), (128, 0, 30.0), (256, 0, 0.0)]
-        for size, window, softcap in settings:
-            attentions(size, window, softcap)
+        for setting in settings:
+            attentions(*setting)
     assert len(compiled) >= 20
     if target == "sm_90":
         instructions = {

@@ -5,7 +5,8 @@ import torch
 
 from zeromismatch.kernels import bits
 from zeromismatch.kernels.gpu import cublaslt
-from zeromismatch.kernels.linear import gpu
+from zeromismatch.kernels.linear import gpu as operators
+from zeromismatch.kernels.linear import gpu_gemm as gpu
 from zeromismatch.kernels.linear.gpu_table import FP32, FP32_SMALL, LARGE, REFERENCE, ROWS
 
 pytestmark = [
@@ -117,18 +118,23 @@ def test_cublaslt_without_a_pinned_proof_is_refused_when_wrong(monkeypatch):
 def test_eager_graph_and_compiled_agree():
     x, w = operands("nt", 48, 1024, 2048, torch.bfloat16)
     expected = gpu.reference("nt", x, w)
-    assert bits.equal(torch.compile(gpu.linear)(x, w), expected)
+    assert bits.equal(torch.compile(operators.linear)(x, w), expected)
     for warm in (False, True):  # a capture that meets an unproved shape runs the class's own kernel
         rows = x[: 47 - warm]
         if warm:
-            gpu.linear(rows, w)
+            operators.linear(rows, w)
         else:
             gpu.run_tile(
-                gpu._own(47, 1024, x.dtype), "nt", rows, w, None, torch.empty_like(expected[:47])
+                gpu.own_tile(47, 1024, x.dtype),
+                "nt",
+                rows,
+                w,
+                None,
+                torch.empty_like(expected[:47]),
             )
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = gpu.linear(rows, w)
+            out = operators.linear(rows, w)
         graph.replay()
         assert bits.equal(out, expected[: 47 - warm])
 
@@ -140,7 +146,7 @@ def test_gradients_agree_with_fp64(dtype, rtol):
         for s in ((300, 256), (512, 256), (512,))
     )
     g = torch.randn(300, 512, device="cuda").to(dtype)
-    gpu.linear(x, w, b).backward(g)
+    operators.linear(x, w, b).backward(g)
     wide = [t.detach().double().requires_grad_() for t in (x, w, b)]
     torch.nn.functional.linear(*wide).backward(g.double())
     for mine, true in zip((x, w, b), wide, strict=True):
@@ -148,11 +154,11 @@ def test_gradients_agree_with_fp64(dtype, rtol):
 
 
 def test_weight_gradient_continues_over_blocks_of_tokens(monkeypatch):
-    monkeypatch.setattr(gpu, "DW_CHUNK", 256)
+    monkeypatch.setattr(operators, "DW_CHUNK", 256)
     g, x = operands("tn", 128, 96, 1024, torch.bfloat16)
-    whole = gpu.grad_weight(g, x)
+    whole = operators.weight_grad(g, x)
     total = torch.zeros_like(whole)
     for start in (0, 256, 768):
         stop = {0: 256, 256: 768, 768: 1024}[start]
-        gpu.grad_weight(g[start:stop], x[start:stop], accumulate_into=total)
+        operators.weight_grad(g[start:stop], x[start:stop], total, out=total)
     assert bits.equal(total + 0.0, whole + 0.0)
