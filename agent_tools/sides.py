@@ -13,7 +13,7 @@ the model for that time only, so that both sides may share one model.
 import time
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ..kernels.errors import UsageError
@@ -30,17 +30,12 @@ from ..trainer.engines.base import (
     Site,
     Step,
 )
-from ..trainer.engines.build import ENGINES, make_engine
-from ..trainer.engines.packed import PackedEngine
-from ..trainer.engines.paged import PagedEngine
-from ..trainer.engines.transformers import TransformersEngine
+from ..trainer.engines.build import ENGINES, AnyEngine, make_engine
 from .trace import Trace, Tracer, weight_digests
 
 DEFAULT_SCHEDULES = {"transformers": "alone", "packed": "packed"}
 """Every other engine runs ``mixed`` unless the side says otherwise."""
 PLAN_SETTINGS = ("stock", "aligned")
-
-AnyEngine = TransformersEngine | PackedEngine | PagedEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,12 +165,10 @@ def restrict(schedule: Schedule, names: frozenset[str]) -> Schedule:
         if isinstance(event, Step):
             slices = tuple(piece for piece in event.slices if piece.request in names)
             if slices:
-                events.append(
-                    Step(slices=slices, padded_rows=event.padded_rows, mode=event.mode)
-                )
+                events.append(Step(slices=slices, padded_rows=event.padded_rows, mode=event.mode))
         elif isinstance(event, Publish) or event.request in names:
             events.append(event)
-    return Schedule(events=tuple(events))
+    return replace(schedule, events=tuple(events))  # keeps what an engine added to it
 
 
 def closure(schedules: Sequence[Schedule], names: Iterable[str]) -> list[str]:

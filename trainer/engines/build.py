@@ -18,13 +18,18 @@ from ...model_recipes.schema import Recipe
 from .packed import PackedEngine
 from .paged import PagedEngine
 from .transformers import TransformersEngine
+from .vllm.engine import VllmEngine
 
-ENGINES = {engine.name: engine for engine in (TransformersEngine, PackedEngine, PagedEngine)}
+AnyEngine = TransformersEngine | PackedEngine | PagedEngine | VllmEngine
+
+ENGINES = {
+    engine.name: engine for engine in (TransformersEngine, PackedEngine, PagedEngine, VllmEngine)
+}
 
 
 def make_engine(
     name: str, loaded: LoadedModel, plan: Plan | Recipe | str | Path, **settings: Any
-) -> TransformersEngine | PackedEngine | PagedEngine:
+) -> AnyEngine:
     """Build an engine around a loaded model.
 
     plan: a plan, a recipe, ``stock``, ``aligned``, or a recipe folder or file. settings: the

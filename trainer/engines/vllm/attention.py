@@ -245,7 +245,8 @@ def half_blocks(kv_cache: Tensor, kv_heads: int, head_size: int) -> KVCache:
     flat = compat.flat_blocks(kv_cache)
     half = kv_heads * PAGE * head_size
     pages = flat.numel() // half
-    assert pages % 2 == 0 and flat.numel() == pages * half
+    assert pages % 2 == 0
+    assert flat.numel() == pages * half
     keys, values = flat[: (pages - 1) * half], flat[half:]
     shapes = ((pages - 1, PAGE, kv_heads, head_size),) * 2
     if not kv_cache.is_cuda:

@@ -6,6 +6,7 @@ is an error that says which, so that another release is refused and not half ser
 """
 
 import importlib
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -161,5 +162,5 @@ def rows_of_step(runner: Any, total: int) -> list[tuple[str, int]]:
             f"vLLM announces {starts[-1]} rows and runs {total}; trace with VLLM_USE_V2_MODEL_"
             "RUNNER=0 and eagerly"
         )
-    counts = (stop - start for start, stop in zip(starts, starts[1:], strict=False))
+    counts = (stop - start for start, stop in itertools.pairwise(starts))
     return list(zip(names, counts, strict=True))

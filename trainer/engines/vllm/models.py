@@ -151,10 +151,18 @@ def evidence(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def attention_backends(model: nn.Module) -> list[str]:
+    """Classes of the attention backends of a live model, each once."""
+    attention = compat.need("vllm.model_executor.layers.attention", "Attention")
+    layers = [module for module in model.modules() if isinstance(module, attention)]
+    return sorted({type(cast(Any, layer).impl).__qualname__ for layer in layers})
+
+
 def hf_tensors(model: nn.Module) -> dict[str, Tensor]:
     """The live weights under transformers' names: fused projections as views of their parts.
 
-    Padding rows of the vocabulary are left out. A tied head is listed once, as the embedding.
+    Padding rows of the vocabulary are left out. A tied head is listed once, as the embedding. What
+    stock vLLM packed into a form of its own (on a CPU: every linear layer) is missing.
     """
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
@@ -164,10 +172,13 @@ def hf_tensors(model: nn.Module) -> dict[str, Tensor]:
             tensor = parameter.detach()
             if not parts:
                 rows = getattr(module, "org_vocab_size", None)
-                tensors[full] = tensor if rows is None else tensor[:rows]
+                if tensor.numel():
+                    tensors[full] = tensor if rows is None else tensor[:rows]
                 continue
             prefix = path.rpartition(".")[0]
             sizes = [size for _, size in parts]
+            if tensor.dim() == 0 or tensor.shape[0] != sum(sizes):
+                continue  # packed away, as stock vLLM does on a CPU
             for (part, _), piece in zip(parts, tensor.split(sizes), strict=True):
                 tensors[f"{prefix}.{part}.{name}"] = piece
     seen: dict[int, str] = {}

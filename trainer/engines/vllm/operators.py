@@ -5,8 +5,9 @@ opaque to that: shapes are looked up when it is launched, so which implementatio
 decided by certified dispatch at run time, never frozen while tracing. They have no gradient; the
 trainer calls the kernels themselves.
 
-Rows above ``EXACT_ROWS`` are padded to a multiple of ``STEP``, so that a server that sees every
-prompt length certifies a few hundred shapes and not thousands. Padding rows change no bit.
+On a GPU, rows are padded: above 8 to a multiple of 8, above 512 to one of 128. A server that sees
+every batch size and prompt length then certifies a few hundred shapes and not thousands. vLLM's
+captured sizes are of that kind already. Padding rows change no bit.
 
 Legend: T rows.
 """
@@ -22,8 +23,8 @@ from ....kernels.logprob import lm_head
 from ....kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from ....kernels.rotary import apply_rotary
 
-EXACT_ROWS = 512
-STEP = 128
+GRID = ((8, 1), (512, 8))  # up to so many rows: a multiple of
+COARSE = 128
 
 _LIBRARY = torch.library.Library("zeromismatch_rollout", "DEF")
 
@@ -35,13 +36,18 @@ def _define(schema: str, run: Callable[..., object], fake: Callable[..., object]
     torch.library.register_fake(f"zeromismatch_rollout::{name}", fake, lib=_LIBRARY)
 
 
+def padded_rows(rows: int) -> int:
+    """The next number of rows on the grid."""
+    step = next((step for most, step in GRID if rows <= most), COARSE)
+    return -(-rows // step) * step
+
+
 def _padded(x: Tensor) -> Tensor:
     rows = x.shape[0]
-    if rows <= EXACT_ROWS or rows % STEP == 0 or not x.is_cuda:
+    if not x.is_cuda or padded_rows(rows) == rows:
         return x
-    padded = x.new_empty(-(-rows // STEP) * STEP, x.shape[1])
+    padded = x.new_zeros(padded_rows(rows), x.shape[1])
     padded[:rows] = x
-    padded[rows:] = 0
     return padded
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....kernels.errors import InconclusiveError
-from ..base import Event, Hit, Mode, Preempt, Publish, Request, Resume, Schedule, Slice, Step
+from ..base import Event, Evict, Hit, Mode, Preempt, Publish, Request, Resume, Schedule, Slice, Step
 from . import compat
 
 
@@ -75,6 +75,7 @@ def executed(
     """
     known = {request.id: request for request in requests}
     covered: dict[str, int] = {}
+    last: dict[str, str] = {}
     versions: dict[tuple[str, int], int] = {}
     events: list[Event] = []
     version = formed[0].version if formed else 0
@@ -88,7 +89,8 @@ def executed(
             stop = min(start + count, len(known[name].tokens))
             if stop <= start:
                 continue
-            events += _restarts(known[name], start, covered, known)
+            events += _restarts(known[name], start, covered, known, again=theirs != last.get(name))
+            last[name] = theirs
             covered[name] = stop
             versions |= {(name, position): version for position in range(start, stop)}
             slices.append(Slice(request=name, start=start, stop=stop))
@@ -98,17 +100,24 @@ def executed(
 
 
 def _restarts(
-    request: Request, start: int, covered: Mapping[str, int], known: Mapping[str, Request]
+    request: Request,
+    start: int,
+    covered: Mapping[str, int],
+    known: Mapping[str, Request],
+    *,
+    again: bool,
 ) -> Iterator[Event]:
-    """What must have happened before a slice that begins at ``start``."""
+    """What must have happened before a slice that begins at ``start``; again: it was sent anew."""
     before = covered.get(request.id)
-    if before == start:
+    if before == start and not again:
         return
-    if before is not None:
+    if before is not None and not again:
         yield Preempt(request=request.id)
         yield Resume(request=request.id)
     if start:
         yield Hit(request=request.id, source=_source(request, start, covered, known), upto=start)
+    elif before is not None and again:
+        yield Evict(request=request.id)
 
 
 def _source(

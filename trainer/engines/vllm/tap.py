@@ -89,7 +89,7 @@ class Tap:
             self._hook(module, self._save, lambda m, given, out: self._norm(path, m, out))
         elif name == "embed_tokens":
             self._hook(module, None, lambda m, given, out: self._see(
-                path, {"ids": given[0]}, out, weights=(f"{path}.weight",)))  # fmt: skip
+                path, {"ids": given[0].long().long()}, out, weights=(f"{path}.weight",)))  # fmt: skip
         elif name == "rotary_emb":
             layer = path.rpartition(".")[0]
             self._hook(module, self._save, lambda m, given, out: self._rotary(layer, m, out))
@@ -212,7 +212,7 @@ class Tap:
         if not self._table_shown:
             self._table_shown = True
             table = torch.cat((cos, sin), dim=-1)
-            self._see("model.rotary_emb", {"positions": positions}, table)
+            self._see("model.rotary_emb", {"positions": positions.long()}, table)
         turned: list[Tensor] = []
         for part, x, y in zip(("rotary_q", "rotary_k"), given, out, strict=True):
             by_head = (-1, x.shape[-1] // module.head_size, module.head_size)
