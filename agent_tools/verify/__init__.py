@@ -11,6 +11,19 @@ compares the bits, measures the distance from fp64, checks the gradients and hol
     zm verify --rules
 """
 
-from .records import Limits, Verification, Violation
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["Limits", "Verification", "Violation"]
+if TYPE_CHECKING:
+    from .records import Limits, Verification, Violation
+    from .verify import verify_kernel
+
+__all__ = ["Limits", "Verification", "Violation", "verify_kernel"]
+
+
+def __getattr__(name: str) -> Any:
+    """Loaded on first use: workers import this package too, and must not hold a reference."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = "verify" if name == "verify_kernel" else "records"
+    return getattr(importlib.import_module(f"{__name__}.{module}"), name)

@@ -70,7 +70,7 @@ def ask(worker: Worker, call: Call, *, pattern: str) -> list[Tensor | None]:
     specs, parts = described(call.arguments)
     expected = call.expected or ()
     sizes = {each.numel() * each.element_size() for each in expected} | {len(p) for p in parts}
-    head = {"do": "call", "entry": call.entry, "args": specs, "off": call.off}
+    head: dict[str, Any] = {"do": "call", "entry": call.entry, "args": specs, "off": call.off}
     head["sizes"] = sorted(size for size in sizes if size)[-6:]
     answer, body = worker.ask(head, parts)
     raise_failure(answer)
@@ -133,7 +133,7 @@ def _check_inputs(
         itemsize = getattr(torch, spec["dtype"]).itemsize
         start = GUARD + (itemsize if off else 0)
         end = start + len(part)
-        if block[start:end] != part:
+        if bytes(block[start:end]) != part:
             raise Broken("inputs", f"changed its tensor argument {index + 1}")
         if block[:start] != byte * start or block[end:] != byte * (length - end):
             raise Broken("guard", f"wrote beside its tensor argument {index + 1}")

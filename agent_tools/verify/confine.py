@@ -40,8 +40,10 @@ _NAMES = (
     "init_module", "finit_module", "delete_module", "keyctl", "add_key", "request_key", "reboot",
     "kexec_load", "open_by_handle_at", "clone",
 )  # fmt: skip
-_COMMON = {"io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427}
-_COMMON |= {"pidfd_open": 434, "pidfd_getfd": 438}
+_COMMON = {
+    "io_uring_setup": 425, "io_uring_enter": 426, "io_uring_register": 427, "pidfd_open": 434,
+    "pidfd_getfd": 438,
+}  # fmt: skip
 _CALLS = {
     "x86_64": (0xC000003E, {**_COMMON, "fork": 57, "vfork": 58, **dict(zip(_NAMES, (
         41, 49, 50, 43, 42, 288, 59, 322, 62, 200, 101, 165, 166, 155, 161, 272, 308, 298, 310,

@@ -28,6 +28,6 @@ def compile_native(nursery: Nursery, folder: Path, source: Source) -> Path | Non
     digest = hashlib.blake2b(source.cpp.encode(), digest_size=8).hexdigest()
     text, library = folder / "native.cpp", folder / f"native-{digest}.so"
     text.write_text(source.cpp)
-    command = [compiler, *FLAGS, "-shared", "-fPIC", "-o", str(library), str(text)]
+    command = [compiler, *FLAGS, "-shared", "-fPIC", "-o", library.name, text.name]
     nursery.compile(folder, command, seconds=SECONDS)
     return library

@@ -47,9 +47,8 @@ _ALL = [
         swallow="catches no exception",
         state="keeps nothing between calls: no global, no cache, no mutable default",
         deferred="returns plain tensors: no subclass, no hook, no lazy result",
-        weights="holds no data of its own: no long literals, nothing read from text",
-        special_case="asks no name, file or environment what it is being asked",
-        native="C++ of arithmetic only: listed includes, no asm, no system or thread function",
+        weights="holds no data of its own: no long literals",
+        native="C++ of arithmetic only: listed includes, nothing declared that it does not define",
     ),
     *_table(
         "sandbox",
@@ -62,7 +61,6 @@ _ALL = [
         runtime_ban="does at run time nothing that the static rules forbid in the file",
         protocol="leaves the worker alone: answers arrive as the worker writes them",
         background="does no work after it has returned",
-        file_write="leaves no file behind",
     ),
     *_table(
         "compared",

@@ -153,10 +153,9 @@ class Memory:
 
     def _allocating(self, name: str) -> Callable[..., Tensor]:
         def allocate(*arguments: Any, **options: Any) -> Tensor:
-            like = None
-            if name != "empty":
-                like, *arguments = arguments
-            size = like.shape if name == "empty_like" and like is not None else arguments
+            like = arguments[0] if name != "empty" else None
+            sizes = arguments if like is None else arguments[1:]
+            size: Any = like.shape if name == "empty_like" and like is not None else sizes
             if len(size) == 1 and not isinstance(size[0], int):
                 size = size[0]
             dtype = options.get("dtype") or (like.dtype if like is not None else None)

@@ -47,8 +47,8 @@ NAMES = _by_rule(
     {
         "code": "eval exec compile __import__",
         "file": "open input",
-        "reflection": "globals locals vars getattr delattr dir type object super breakpoint id hash "
-        "memoryview",
+        "reflection": "globals locals vars getattr delattr dir type object super breakpoint id "
+        "hash memoryview",
         "patch": "setattr",
     }
 )
@@ -80,7 +80,7 @@ CPP_WORDS = re.compile(
     r"__rdtsc\w*|thread_local|atexit|constructor|ifstream|ofstream|environ|abort|longjmp|"
     r"_?exit|try|catch|volatile|attribute|__attribute__|embed)\b|##|%:|\?\?"
 )
-SYMBOL = re.compile(r'extern\s+"C"\s+void\s+(\w+)\s*\(')
+SYMBOL = re.compile(r'extern\s+"C"\s+void\s+(\w+)\s*\([^;{}()]*\)\s*\{')
 _NO_WALK = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
@@ -269,11 +269,13 @@ def _function(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
 def _cpp(text: str) -> Iterator[Violation]:
     joined = text.replace("\\\n", "")
     bare = re.sub(r"//[^\n]*|/\*.*?\*/", " ", joined, flags=re.DOTALL)
+    if re.search(r"\bextern\b", SYMBOL.sub("", bare)):
+        yield Violation(rule="native", detail="C++ declares what it does not define")
     if not SYMBOL.search(bare):
         yield Violation(rule="native", detail='CPP defines no extern "C" void function')
     for line in re.findall(r"^\s*#\s*(\w+)([^\n]*)", bare, flags=re.MULTILINE):
         header = re.match(r'\s*[<"]([^>"]+)[>"]', line[1])
         if line[0] == "include" and (header is None or header.group(1) not in INCLUDES):
             yield Violation(rule="native", detail=f"C++ includes {line[1].strip()[:40]}")
-    for word in dict.fromkeys(CPP_WORDS.findall(re.sub(r'extern\s+"C"', "", bare))):
+    for word in dict.fromkeys(CPP_WORDS.findall(bare)):
         yield Violation(rule="native", detail=f"C++ uses {word}")

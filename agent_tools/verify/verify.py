@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -49,6 +49,8 @@ from .sweep import Sweep, cases_of
 from .watch import Nursery, StoppedError, Worker, isolation
 
 Progress = Callable[[str], None]
+Question = Literal["bits", "accuracy", "gradient", "speed"]
+QUESTIONS: tuple[Question, ...] = ("bits", "accuracy", "gradient", "speed")
 FLOOR, GOAL = 0.7, 0.95
 
 
@@ -59,13 +61,15 @@ def verify_kernel(
     quick: bool = False,
     limits: Limits | None = None,
     allow_missing: Collection[str] = (),
+    questions: Collection[Question] = QUESTIONS,
     nursery: Nursery | None = None,
     progress: Progress = lambda stage: None,
 ) -> Verification:
     """Judge a candidate file against a contract.
 
     quick: fewer shapes, the same questions. allow_missing: required isolations that the caller
-    accepts to be without. nursery: a running one to fork workers from (many candidates in a row).
+    accepts to be without. questions: those to ask; any that stays open makes the verdict void, and
+    bits are always asked. nursery: a running one to fork workers from (many candidates in a row).
     UsageError for a file or contract that cannot be used, CapabilityError where a required
     isolation, a compiler or the device is missing.
     """
@@ -81,6 +85,7 @@ def verify_kernel(
         entries=entries_of(definition),
         limits=limits or Limits(),
         allowed=frozenset(allow_missing),
+        questions=frozenset(questions),
         progress=progress,
     )
     run.violations += check(source, {name: e.parameters for name, e in run.entries.items()})
@@ -109,6 +114,7 @@ class _Run:
     entries: dict[str, Entry]
     limits: Limits
     allowed: frozenset[str]
+    questions: frozenset[str]
     progress: Progress
     seed: int = field(default_factory=lambda: secrets.randbits(60))
     deadline: float = 0.0
@@ -139,9 +145,11 @@ class _Run:
             first = self._candidate(nursery, folder, library, pattern="nan")
             sweep, calls = self._bits(nursery, folder, library, first)
             plain, gradients = self._accuracy(first)
-            self._controls(nursery, folder, sweep, calls, plain, gradients)
-            self._speed(nursery, folder, library)
-            self._leftovers(folder)
+            first.end()
+            if not self.violations:
+                self._controls(nursery, folder, sweep, calls, plain, gradients)
+            if "speed" in self.questions:
+                self._speed(nursery, folder, library)
         except StoppedError as stopped:
             self.violations.append(Violation(rule=stopped.rule, detail=stopped.detail))
 
@@ -221,6 +229,9 @@ class _Run:
         forwards: list[tuple[Any, list[Tensor]]] = []
         gradients: list[tuple[Entry, Any, list[Tensor]]] = []
         for entry in self.entries.values():
+            question = "accuracy" if entry.name == "forward" else "gradient"
+            if question not in self.questions:
+                continue
             if entry.name == "forward" and not accuracy.applies():
                 continue
             for label, arguments in plain_cases(entry, self._seed(entry) + 1):
@@ -319,17 +330,6 @@ class _Run:
         self.speed = clock.answer()
         if self.speed.status == "fail":
             self.violations.append(Violation(rule="speed", detail=self.speed.detail))
-
-    def _leftovers(self, folder: Path) -> None:
-        """Nothing but what the verifier put there may be in the candidate's folder."""
-        own = {"candidate.py", "native.cpp", "compiler.log"}
-        found = [
-            path.name for path in folder.iterdir()
-            if path.name not in own and not path.name.startswith("native-")
-        ]  # fmt: skip
-        if found and self.device == "cpu":
-            detail = f"left {', '.join(sorted(found)[:3])} behind"
-            self.violations.append(Violation(rule="file-write", detail=detail))
 
     def _seed(self, entry: Entry) -> int:
         return self.seed + list(self.entries).index(entry.name) * 1_000_003

@@ -12,6 +12,7 @@ whole process-id namespace with it.
 import contextlib
 import json
 import os
+import secrets
 import select
 import signal
 import site
@@ -30,10 +31,10 @@ from .records import Isolation, Limits
 
 MOST = 1 << 30
 START_SECONDS = 120.0
-IDLE_SECONDS, IDLE_WORK_NS = 0.03, 8_000_000
+IDLE_SECONDS, IDLE_WORK_NS = 0.05, 1_000_000
 REQUIRED = ("seccomp", "landlock", "capabilities")
 """Without one of these nothing is verified, unless the caller says so. Namespaces come on top."""
-_SIGSYS, _SIGXCPU, _SIGKILL, _SIGXFSZ = 31, 24, 9, 25
+_SIGSYS, _SIGXCPU, _SIGKILL = 31, 24, 9
 _SYSTEM = (
     "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/etc/ld.so.cache",
     "/proc/cpuinfo", "/proc/meminfo", "/sys/devices/system", "/dev/null", "/dev/urandom",
@@ -73,6 +74,7 @@ class Worker:
         self.device = device
         self._job, self._status, self._limits = job, status, limits
         self._handle: int | None = None
+        self._count = 0
         self.pid = 0
         self.missing: tuple[str, ...] = ()
 
@@ -95,9 +97,15 @@ class Worker:
         self, head: dict[str, Any], parts: tuple[bytes, ...] | list[bytes] = (), *,
         seconds: float | None = None, most: int = MOST,
     ) -> tuple[dict[str, Any], bytearray]:  # fmt: skip
-        """Send a request and wait for its answer; StoppedError where there is none."""
-        self.tell(head, parts)
-        return self._receive(time.monotonic() + (seconds or self._limits.call_seconds), most=most)
+        """Send a request and wait for its answer; StoppedError where there is none, or another."""
+        self._count += 1
+        token = f"{self._count}-{secrets.token_hex(8)}"
+        self.tell({**head, "token": token}, parts)
+        deadline = time.monotonic() + (seconds or self._limits.call_seconds)
+        answer, body = self._receive(deadline, most=most)
+        if answer.pop("token", None) != token:
+            raise StoppedError("protocol", "an answer that nobody asked for")
+        return answer, body
 
     def tell(self, head: dict[str, Any], parts: tuple[bytes, ...] | list[bytes] = ()) -> None:
         """Send a request."""
@@ -133,8 +141,6 @@ class Worker:
             return StoppedError("syscall", "made a forbidden system call and was killed")
         if code in (-_SIGXCPU, -_SIGKILL):
             return StoppedError("time", "used up its processor time and was killed")
-        if code == -_SIGXFSZ:
-            return StoppedError("file-write", "wrote a file and was killed")
         if code < 0:
             name = signal.Signals(-code).name
             return StoppedError("crash", f"died of {name}")
@@ -178,10 +184,13 @@ class Worker:
         """It has answered, so it has nothing to do: StoppedError where it works on."""
         try:
             before = self.worked_ns()
-            select.select([self._job], [], [], IDLE_SECONDS)
+            spoke = select.select([self._job], [], [], IDLE_SECONDS)[0]
             after = self.worked_ns()
         except OSError as error:
             raise self._fate() from error
+        if spoke:
+            self._receive(time.monotonic() + 1.0)
+            raise StoppedError("protocol", "an answer that nobody asked for")
         if after - before > IDLE_WORK_NS:
             detail = f"used {(after - before) / 1e6:.0f} ms of processor time after it returned"
             raise StoppedError("background", detail)

@@ -18,6 +18,7 @@ import signal
 import socket
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -41,7 +42,7 @@ def main(handle: int) -> None:
     control = socket.socket(fileno=handle)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     torch.set_num_threads(1)
-    torch.ones(64) @ torch.ones(64)
+    torch.ones(64).sum()
     frames.send(control, {"ready": True})
     while True:
         try:
@@ -95,8 +96,8 @@ def _work(settings: dict[str, Any], job: socket.socket, namespaces: str | None) 
     missing = [namespaces, *_confined(settings)]
     frames.send(job, {"ready": True, "missing": [each for each in missing if each]})
     if settings.get("probe"):
-        frames.receive(job, most=MOST)
-        _probe(settings["probe"], job)
+        head, _ = frames.receive(job, most=MOST)
+        frames.send(job, {"reached": _probe(settings["probe"]), "token": head["token"]})
         return
     gpu = settings["device"] != "cpu"
     while True:
@@ -107,7 +108,7 @@ def _work(settings: dict[str, Any], job: socket.socket, namespaces: str | None) 
             answer, parts = _trust(server, head), []
         else:
             answer, parts = _answer(server, head, body)
-        frames.send(job, answer, parts)
+        frames.send(job, {**answer, "token": head["token"]}, parts)
 
 
 def _compile(settings: dict[str, Any]) -> NoReturn:
@@ -145,7 +146,13 @@ def _confined(settings: dict[str, Any]) -> list[str | None]:
 
 
 def _watch_events(job: socket.socket, *, gpu: bool) -> None:
-    """What the static check forbids is also stopped when it happens: one frame, and the end."""
+    """What the static check forbids is also stopped when it happens: one frame, and the end.
+
+    This package leaves the table of modules first, so that a candidate finds no way to it by name.
+    """
+    for name in [each for each in sys.modules if each.split(".")[0] == "zeromismatch"]:
+        del sys.modules[name]
+    sys.modules["__main__"] = ModuleType("__main__")
     forbidden = _FORBIDDEN_ON_GPU if gpu else _FORBIDDEN_EVENTS
     leave, send = os._exit, frames.send
 
@@ -186,7 +193,7 @@ def _trust(server: serve.Server, head: dict[str, Any]) -> dict[str, Any]:
     return {"ok": True}
 
 
-def _probe(kind: str, job: socket.socket) -> None:
+def _probe(kind: str) -> bool:
     """Try what the confinement must stop, and say how far it came; a kill says nothing."""
     libc = ctypes.CDLL(None, use_errno=True)
     reached = False
@@ -198,9 +205,10 @@ def _probe(kind: str, job: socket.socket) -> None:
         with contextlib.suppress(OSError):
             Path(__file__).read_bytes()
             reached = True
-    frames.send(job, {"reached": reached})
+    return reached
 
 
 if __name__ == "__main__":
     importlib.import_module("numpy")
     main(int(sys.argv[1]))
+    os._exit(0)  # tearing torch down takes seconds, and nobody waits for anything in here

@@ -1,5 +1,7 @@
 """RMSNorm of contract rmsnorm.lanes16.float32.cpu.v1 in plain C++: 16 lanes, then the tree."""
 
+# ruff: noqa: F821
+# pyright: basic, reportUndefinedVariable=false
 import torch
 
 CPP = r"""
