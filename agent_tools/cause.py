@@ -29,10 +29,14 @@ from ..trainer.engines.base import SiteCall
 from .records import Cause, CauseName, Probe
 
 LARGE = 1e4
-SUMMING_CLASSES = frozenset({"linear", "lm_head", "rmsnorm", "attention", "logprob"})
+SUMMING_CLASSES = frozenset(
+    ("linear", "lm_head", "rmsnorm", "rmsnorm_wide", "attention", "logprob")
+    + ("router", "grouped_linear", "combine", "topk_weights")
+)
 COPY_CLASSES = frozenset({"kv_write"})
-PRODUCT_CLASSES = frozenset({"linear", "lm_head"})
-ONE_TERM_CLASSES = frozenset({"linear", "lm_head", "rmsnorm"})
+CHOICE_CLASSES = frozenset({"topk"})
+PRODUCT_CLASSES = frozenset({"linear", "lm_head", "router"})
+ONE_TERM_CLASSES = frozenset({"linear", "lm_head", "rmsnorm", "rmsnorm_wide"})
 ONE_TERM_TRIALS = 8
 NARROWER = {torch.float32: (torch.bfloat16, torch.float16)}
 NARROW_COPIES = (torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
@@ -48,6 +52,9 @@ def probe_call(call: SiteCall, row: int, reference: Tensor, rows: int) -> tuple[
         result = "this operator only moves bits, and what it moved does not come back"
         moved = None if narrow.decided else "stale or wrong state"
         return narrow, Probe(name="copy", result=result, decided=moved)
+    if call.site.op_class in CHOICE_CLASSES:
+        own = call.output[row : row + 1]
+        return _again(call, row, own), _tie(call, row, own, reference)
     probes = [_narrow(call.output[row : row + 1], reference)]
     if call.rerun is None:
         probes.append(Probe(name="again", result="this operator reads state: not run alone"))
@@ -76,6 +83,17 @@ def _again(call: SiteCall, row: int, own: Tensor) -> Probe:
         result=f"{other} of 3 repeats with the same inputs gave other bits",
         decided="nondeterminism" if other else None,
     )
+
+
+def _tie(call: SiteCall, row: int, own: Tensor, reference: Tensor) -> Probe:
+    """Whether two choices from equal scores differ only among candidates of equal score."""
+    scores = call.inputs["logits"][row : row + 1]
+    mine, theirs = (scores.gather(1, chosen).sort().values for chosen in (own, reference))
+    if not bits.equal(mine, theirs):
+        return Probe(name="tie", result="the two choices have other scores: not a tie")
+    same = bits.equal(own.sort().values, reference.sort().values)
+    what = "the same candidates in another order" if same else "other candidates of equal score"
+    return Probe(name="tie", result=f"from equal scores, {what}", decided="tie-break")
 
 
 def _neighbours(call: SiteCall, row: int, own: Tensor) -> Probe:
@@ -198,6 +216,7 @@ PRECEDENCE: tuple[CauseName, ...] = (
     "batch leak",
     "padding read",
     "stale or wrong state",
+    "tie-break",
     "intermediate dtype",
     "rounding point",
     "reduction order",

@@ -107,7 +107,7 @@ def topk_weights_grad(contract: Contract, quick: bool, seed: int, key: Key) -> I
 
 def grouped_linear(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     for case in grouped_linear_grad(contract, quick, seed, key):
-        yield Case(label=case.label, arguments=case.arguments[1:], rows=(0, 1))
+        yield Case(label=case.label, arguments=case.arguments[1:4], rows=(0, 1))
 
 
 def grouped_linear_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
@@ -115,6 +115,7 @@ def grouped_linear_grad(contract: Contract, quick: bool, seed: int, key: Key) ->
         experts, top_k, inputs, outputs = EXPERTS[step % len(EXPERTS)]
         by_slot = step % 2 == 1
         x = _rows(contract, tokens * (top_k if by_slot else 1), inputs, base)
+        start = _rows(contract, experts * outputs, inputs, base + 4).float()
         arguments = (
             _rows(contract, tokens * top_k, outputs, base + 1).unflatten(0, (tokens, top_k)),
             x.unflatten(0, (tokens, top_k)) if by_slot else x,
@@ -122,6 +123,7 @@ def grouped_linear_grad(contract: Contract, quick: bool, seed: int, key: Key) ->
             _rows(contract, experts * outputs, inputs, base + 3, 0.1).unflatten(
                 0, (experts, outputs)
             ),
+            start.unflatten(0, (experts, outputs)) if step % 3 == 0 else None,
         )
         label = f"tokens {tokens}, {top_k} of {experts} experts, {inputs} to {outputs}"
         yield Case(label=label, arguments=arguments)

@@ -47,7 +47,8 @@ class Operator:
     @property
     def healthy(self) -> frozenset[int]:
         """Places of inputs that are refused when any row holds NaN."""
-        return frozenset(place for place, name in enumerate(self.inputs) if name == "temperature")
+        refused = {"temperature"} | ({"logits"} if self.call.site.op_class == "topk" else set())
+        return frozenset(place for place, name in enumerate(self.inputs) if name in refused)
 
     def run(self, *arguments: Tensor) -> Tensor:
         """The operator on other inputs of the same kind."""
@@ -221,6 +222,8 @@ def sweep_gradients(
 ) -> None:
     """Gradients with respect to rows, then to weights, under one fixed upstream gradient."""
     site, names = operator.call.site, list(operator.inputs)
+    if not operator.call.output.is_floating_point():
+        return  # a choice has no gradient
     differentiable = [
         place
         for place, (name, tensor) in enumerate(operator.inputs.items())

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..accumulation import chain_of
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError, NonFiniteError
@@ -223,8 +224,10 @@ class _Grouped(torch.autograd.Function):
     ) -> Any:
         x, chosen, weight = ctx.saved_tensors
         run = choose(cpu.GROUPED_GRADIENT[x.dtype].id).run
-        d_x, d_weight = run(grads[0].contiguous(), x, chosen, weight.detach())
-        return d_x, None, d_weight
+        chain = chain_of(weight, "grouped_linear")
+        grad = grads[0].contiguous()
+        d_x, d_weight = run(grad, x, chosen, weight.detach(), chain, chain)
+        return d_x, None, d_weight if chain is None else None
 
 
 class _Combine(torch.autograd.Function):

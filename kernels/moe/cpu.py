@@ -102,19 +102,26 @@ def grouped_linear(variant: str, x: Tensor, experts_TK: Tensor, weight_ENI: Tens
 
 
 def grouped_linear_grad(
-    variant: str, grad_TKN: Tensor, x: Tensor, experts_TK: Tensor, weight_ENI: Tensor
+    variant: str,
+    grad_TKN: Tensor,
+    x: Tensor,
+    experts_TK: Tensor,
+    weight_ENI: Tensor,
+    initial_ENI: Tensor | None = None,
+    out_ENI: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dX like x, dW like the weight)."""
+    """(dX like x, dW like the weight), dW from ``initial`` (fp32) and into ``out`` where given."""
     top_k = experts_TK.shape[1]
+    d_weight = torch.zeros_like(weight_ENI) if out_ENI is None else out_ENI
+    if initial_ENI is not None and initial_ENI is not out_ENI:
+        d_weight.copy_(initial_ENI)
     grad = grad_TKN.flatten(0, 1)
     d_slots = torch.empty(experts_TK.numel(), weight_ENI.shape[2], dtype=torch.float32)
-    d_weight = torch.zeros_like(weight_ENI)
     for expert, slots in slots_by_expert(experts_TK, len(weight_ENI)):
         up = grad[slots]
         d_slots[slots] = chains.grad_input(variant, up, weight_ENI[expert], torch.float32)
-        d_weight[expert] = chains.grad_weight(
-            variant, up, _rows(x, slots, top_k), out_dtype=weight_ENI.dtype
-        )
+        start = None if initial_ENI is None else initial_ENI[expert]
+        chains.grad_weight(variant, up, _rows(x, slots, top_k), start, out_NK=d_weight[expert])
     d_x = d_slots.unflatten(0, experts_TK.shape)
     if x.dim() == 2:
         total = torch.zeros_like(d_x[:, 0])

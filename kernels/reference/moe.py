@@ -128,23 +128,35 @@ def grouped_linear(x: Tensor, experts_TK: Tensor, weight_ENI: Tensor) -> Tensor:
 
 
 def grouped_linear_grad(
-    grad_TKN: Tensor, x: Tensor, experts_TK: Tensor, weight_ENI: Tensor
+    grad_TKN: Tensor,
+    x: Tensor,
+    experts_TK: Tensor,
+    weight_ENI: Tensor,
+    initial_ENI: Tensor | None = None,
+    out_ENI: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(dX like x, dW like the weight, fp32 inside)."""
+    """(dX like x, dW like the weight).
+
+    dW's chains start from ``initial`` (fp32) and end unrounded in ``out`` if given.
+    """
     rows, owner = _slots(x, experts_TK), experts_TK.flatten()
     grad = grad_TKN.flatten(0, 1)
     d_rows = torch.empty(rows.shape, dtype=torch.float32, device=x.device)
     d_weight = torch.zeros(weight_ENI.shape, dtype=torch.float32, device=x.device)
+    if initial_ENI is not None:
+        d_weight.copy_(initial_ENI)
     for expert in owner.unique().tolist():
         mine = owner == expert
         d_rows[mine] = chains.grad_input(grad[mine], weight_ENI[expert], torch.float32)
-        d_weight[expert] = chains.grad_weight(grad[mine], rows[mine])
+        d_weight[expert] = chains.grad_weight(grad[mine], rows[mine], d_weight[expert])
     d_x = d_rows.unflatten(0, experts_TK.shape)
     if x.dim() == 2:
         total = torch.zeros_like(d_x[:, 0])
         for k in range(d_x.shape[1]):
             total = total + d_x[:, k]
         d_x = total
+    if out_ENI is not None:
+        return d_x.to(x.dtype), out_ENI.copy_(d_weight)
     return d_x.to(x.dtype), d_weight.to(weight_ENI.dtype)
 
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from zeromismatch.kernels import adversarial, bits, certify, moe
+from zeromismatch.kernels.accumulation import Accumulators
 from zeromismatch.kernels.contract import contracts
 from zeromismatch.kernels.errors import ContractError, NonFiniteError
 
@@ -112,6 +113,24 @@ def test_the_gradient_of_an_expert_does_not_depend_on_the_order_of_others():
     flipped = chosen.flip(1)
     (other,) = torch.autograd.grad(moe.grouped_linear(x, flipped, weight), weight, up.flip(1))
     assert bits.equal(whole, other)
+
+
+def test_micro_batches_continue_the_chains_of_every_expert():
+    generator = torch.Generator().manual_seed(4)
+    x = torch.randn(50, 40, generator=generator)
+    weight = torch.randn(16, 24, 40, generator=generator).requires_grad_()
+    up = torch.randn(50, 4, 24, generator=generator)
+    chosen = moe.topk(logits(50), SOFTMAX)
+    (whole,) = torch.autograd.grad(moe.grouped_linear(x, chosen, weight), weight, up)
+    sums, plain = Accumulators({"w": weight}), torch.zeros_like(weight)
+    for part in (slice(0, 1), slice(1, 30), slice(30, 50)):
+        with sums.micro_batch():
+            moe.grouped_linear(x[part], chosen[part], weight).backward(up[part])
+        plain += torch.autograd.grad(
+            moe.grouped_linear(x[part], chosen[part], weight), weight, up[part]
+        )[0]
+    assert bits.equal(sums.gradient("w"), whole)
+    assert not bits.equal(plain, whole)  # autograd's own sums depend on the split
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
