@@ -29,10 +29,10 @@ from ..trainer.engines.base import SiteCall
 from .records import Cause, CauseName, Probe
 
 LARGE = 1e4
-SUMMING_CLASSES = frozenset(
-    ("linear", "lm_head", "rmsnorm", "rmsnorm_wide", "attention", "logprob")
-    + ("router", "grouped_linear", "combine", "topk_weights")
-)
+SUMMING_CLASSES = frozenset((
+    "linear", "lm_head", "rmsnorm", "rmsnorm_wide", "attention", "logprob", "router",
+    "grouped_linear", "combine", "topk_weights",
+))  # fmt: skip
 COPY_CLASSES = frozenset({"kv_write"})
 CHOICE_CLASSES = frozenset({"topk"})
 PRODUCT_CLASSES = frozenset({"linear", "lm_head", "router"})
