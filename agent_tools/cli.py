@@ -17,13 +17,13 @@ import errno
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import typer
 
 from ..kernels.errors import DiskError, ZeroMismatchError
-from .commands import gate, measure, project, registry, repro, train
-from .commands.answer import Answer, write, write_error
+from .commands import gate, job, measure, playbook, project, registry, repro, serve, train
+from .commands.answer import Answer, error_answer, write
 
 INTERNAL_ERROR = 70
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -35,37 +35,42 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for group in (project, measure, gate, registry, repro, train):
+for group in (project, measure, gate, registry, repro, job, serve, train, playbook):
     group.register(app)
 
 
 def run(arguments: Sequence[str]) -> int:
     """Run one command, print its answer or its error, and return the exit code."""
     as_json = "--json" in arguments
+    words = list(arguments) or ["--help"]
+    answer = attempt(lambda: app(args=words, prog_name="zm", standalone_mode=False))
+    if isinstance(answer, Answer) and (as_json or answer.error is None):
+        write(answer, as_json=as_json)
+    return answer.exit_code if isinstance(answer, Answer) else answer
+
+
+def attempt(work: Callable[[], "Answer | int | None"]) -> "Answer | int":
+    """What ``work`` answers, errors among it; a number for --help and for an interrupt (130)."""
     try:
-        answer = app(args=list(arguments) or ["--help"], prog_name="zm", standalone_mode=False)
+        return work() or 0
     except ZeroMismatchError as error:
-        return write_error(error, error.exit_code, as_json=as_json)
+        return error_answer(error, error.exit_code)
     except typer.TyperException as error:
         message = f"{error.format_message()} (`zm --help` lists the commands, each has --help)"
-        return write_error(typer.TyperException(message), error.exit_code, as_json=as_json)
+        return error_answer(typer.TyperException(message), error.exit_code)
     except OSError as error:
         if error.errno in NO_ROOM:
             full = DiskError(f"no room left to write {error.filename or 'a file'}: free some disk")
-            return write_error(full, full.exit_code, as_json=as_json)
-        return _report_fault(error, as_json=as_json)
+            return error_answer(full, full.exit_code)
+        return _fault(error)
     except Exception as error:  # noqa: BLE001 - the outermost handler: what nobody expected
-        return _report_fault(error, as_json=as_json)
-    if not isinstance(answer, Answer):
-        return answer or 0  # --help, or an interrupt, which typer turns into 130
-    write(answer, as_json=as_json)
-    return answer.exit_code
+        return _fault(error)
 
 
-def _report_fault(error: Exception, *, as_json: bool) -> int:
+def _fault(error: Exception) -> Answer:
     traceback.print_exception(error, file=sys.stderr)
     fault = RuntimeError(f"{type(error).__name__}: {error}; a fault of zm itself, please report it")
-    return write_error(fault, INTERNAL_ERROR, as_json=as_json)
+    return error_answer(fault, INTERNAL_ERROR)
 
 
 def _show_warning(message: Warning | str, category: type[Warning], *_: object) -> None:

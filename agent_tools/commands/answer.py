@@ -29,6 +29,7 @@ class Answer:
     document: a pydantic model or plain data, for ``--json``.
     text: what to print for a person: strings and rich renderables, in order.
     exit_code: 0 equal or passed, 1 divergent or failed, 4 something required is missing.
+    error: what went wrong, with the next step, where there is no answer.
 
         Answer(document={"contracts": []}, text=["no contract is registered"])
     """
@@ -36,6 +37,7 @@ class Answer:
     document: Any
     text: list[Any] = field(default_factory=list[Any])
     exit_code: int = 0
+    error: str | None = None
 
 
 def command(function: Callable[P, Answer]) -> Callable[P, Answer]:
@@ -68,22 +70,24 @@ def plain_text(parts: list[Any]) -> str:
     return captured.get()
 
 
-def write_error(error: Exception, exit_code: int, *, as_json: bool) -> int:
-    """Say what went wrong on stderr and, with ``--json``, as the one document on stdout."""
+def error_answer(error: Exception, exit_code: int) -> Answer:
+    """What went wrong, as an answer: a document and an exit code, and a line on stderr."""
     print(f"zm: {error}", file=sys.stderr)
-    if as_json:
-        kind = type(error).__name__ if isinstance(error, ZeroMismatchError) else "Error"
-        found = {"type": kind, "message": str(error), "exit_code": exit_code}
-        write(Answer(document={"error": found}), as_json=True)
-    return exit_code
+    kind = type(error).__name__ if isinstance(error, ZeroMismatchError) else "Error"
+    found = {"type": kind, "message": str(error), "exit_code": exit_code}
+    return Answer(document={"error": found}, exit_code=exit_code, error=str(error))
+
+
+def as_document(document: Any) -> dict[str, Any]:
+    """Plain data with ``schema_version`` first; NaN and infinities become null."""
+    from pydantic_core import to_json
+
+    return {"schema_version": 1, **json.loads(to_json(document, inf_nan_mode="null"))}
 
 
 def json_text(document: Any) -> str:
-    """One JSON document with ``schema_version`` first; NaN and infinities become null."""
-    from pydantic_core import to_json
-
-    plain = json.loads(to_json(document, inf_nan_mode="null"))
-    return json.dumps({"schema_version": 1, **plain}, indent=2, ensure_ascii=False)
+    """One JSON document, as ``--json`` prints it."""
+    return json.dumps(as_document(document), indent=2, ensure_ascii=False)
 
 
 def text_console(stream: TextIO) -> "Console":

@@ -1,0 +1,73 @@
+"""Which paths an agent may name: those inside the workspace, and for output those below ``runs/``.
+
+Every string is checked before a job exists. Symbolic links are followed first, so that a link out
+of the workspace is outside. Files that a model wrote are data; nothing here makes one a command.
+
+    confined(OPERATIONS["repro"], {"divergence": "../elsewhere"}, Path.cwd())     # UsageError
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcp.shared.path_security import PathEscapeError, safe_join
+
+from ...kernels.errors import UsageError
+from ..jobs.operations import OUTPUTS, Operation
+from ..jobs.store import JOBS
+
+PLACES = ("model", "plan")
+"""Texts that may be the name of a folder or file."""
+SIDES = ("left", "right")
+BUILT_HERE = "tiny:"
+
+
+def confined(operation: Operation, arguments: Mapping[str, Any], workspace: Path) -> dict[str, Any]:
+    """The arguments with every path made relative to the workspace; UsageError if one leaves it."""
+    paths = operation.path_parameters()
+    checked: dict[str, Any] = {}
+    for name, value in arguments.items():
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str):
+                check_text(name, text)
+        if isinstance(value, str) and name in paths:
+            value = inside(workspace, value, writing=name in OUTPUTS)
+        elif isinstance(value, str) and name in PLACES and not value.startswith(BUILT_HERE):
+            relative = inside(workspace, value)
+            value = relative if Path(value).is_absolute() else value
+        elif isinstance(value, str) and name in SIDES:
+            _, colon, schedule = value.partition(":")
+            if colon and schedule:
+                inside(workspace, schedule)
+        checked[name] = value
+    return checked
+
+
+def check_text(name: str, text: str) -> None:
+    """No control characters: they hide text from people and split lines of logs."""
+    if not text.isprintable():
+        raise UsageError(f"{name} holds control characters ({text[:80]!r}); leave them out")
+
+
+def inside(workspace: Path, text: str, *, writing: bool = False) -> str:
+    """``text`` as a path relative to the workspace, links followed."""
+    root = workspace.resolve()
+    path = Path(text)
+    try:
+        if text.startswith("~"):
+            raise PathEscapeError("a home folder")
+        given = str(path.relative_to(root)) if path.is_relative_to(root) else text
+        target = safe_join(root, given)
+        if target.exists() and not (target.is_file() or target.is_dir()):
+            raise PathEscapeError("a pipe or a device")
+        relative = target.relative_to(root)
+    except (PathEscapeError, OSError, RuntimeError) as error:
+        raise UsageError(
+            f"{text[:200]!r} is no file or folder of the workspace; name one inside it, relative "
+            "to its root"
+        ) from error
+    if writing and (relative.parts[:1] != JOBS.parts[:1] or len(relative.parts) < 2):
+        raise UsageError(f"{text[:200]!r} is no place for output; name one below runs/")
+    if writing and relative.parts[:2] == JOBS.parts:
+        raise UsageError(f"{text[:200]!r} belongs to the jobs; name another folder below runs/")
+    return str(relative)
