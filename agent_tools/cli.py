@@ -22,7 +22,19 @@ from collections.abc import Callable, Sequence
 import typer
 
 from ..kernels.errors import DiskError, ZeroMismatchError
-from .commands import gate, job, measure, playbook, project, registry, repro, serve, train
+from .commands import (
+    gate,
+    job,
+    measure,
+    patch,
+    playbook,
+    project,
+    registry,
+    repro,
+    serve,
+    train,
+    verify,
+)
 from .commands.answer import Answer, error_answer, write
 
 INTERNAL_ERROR = 70
@@ -35,7 +47,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-for group in (project, measure, gate, registry, repro, job, serve, train, playbook):
+for group in (
+    project, measure, gate, registry, repro, verify, patch, job, serve, train, playbook,
+):  # fmt: skip
     group.register(app)
 
 

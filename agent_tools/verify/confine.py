@@ -63,10 +63,10 @@ def die_with_parent() -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, _SIGKILL, 0, 0, 0)
 
 
-def unshare_namespaces() -> str | None:
+def unshare_namespaces(names: Iterable[str] = ("ipc", "user", "pid", "net")) -> str | None:
     """Own network (empty), process ids (of children), IPC and users; call with one thread only."""
     uid, gid = os.getuid(), os.getgid()
-    if _LIBC.unshare(sum(_NEW.values())) != 0:
+    if _LIBC.unshare(sum(_NEW[name] for name in names)) != 0:
         return f"namespaces: {os.strerror(ctypes.get_errno())}"
     with contextlib.suppress(OSError):
         Path("/proc/self/setgroups").write_text("deny")
