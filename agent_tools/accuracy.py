@@ -14,8 +14,10 @@ This is the only place outside gradients where numbers are compared by size; it 
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
+from torch import nn
 
 from ..kernels.errors import InconclusiveError
 from ..model_recipes.models import LoadedModel
@@ -49,6 +51,17 @@ class Accuracy(Record):
         return self.beyond == 0 and self.ours.mean <= self.allowance * self.stock.mean
 
 
+def in_fp64(module: nn.Module) -> Any:
+    """A copy of transformers' own module in fp64; the copied one is not changed.
+
+    Experts then run in transformers' plain loop: its grouped product has no fp64.
+    """
+    copied = cast(Any, copy.deepcopy(module)).double().eval()
+    if getattr(copied.config, "_experts_implementation", None) is not None:
+        copied.config._experts_implementation = "eager"
+    return copied
+
+
 def reference_logprobs(
     pristine: LoadedModel,
     requests: Sequence[Request],
@@ -58,7 +71,7 @@ def reference_logprobs(
 
     pristine: a freshly loaded model that no plan was ever applied to (it is copied, not changed).
     """
-    module = copy.deepcopy(pristine.module).double().eval()
+    module = in_fp64(pristine.module)
     found: dict[Token, float] = {}
     with torch.no_grad():
         for index, request in enumerate(requests):

@@ -13,7 +13,6 @@ therefore depends on the split. It is the red control here; a trainer that wants
 weight gradients continues the chains (``accumulate_into=``).
 """
 
-import copy
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -30,6 +29,7 @@ from ...model_recipes.bindings import device_kind, dtype_name
 from ...model_recipes.plan import stock_plan
 from ...trainer.engines.base import Request
 from ...trainer.engines.packed import PackedEngine
+from ..accuracy import in_fp64
 from .base import Findings, Gate
 from .bench import Bench, cut, gradients
 from .load import Load
@@ -72,7 +72,7 @@ def of_packed(engine: PackedEngine, requests: Sequence[Request], weights: Tensor
 
 def of_fp64(pristine: nn.Module, requests: Sequence[Request], weights: Tensor) -> Grads:
     """The same loss through transformers' own module in fp64, request by request."""
-    module = cast(Any, copy.deepcopy(pristine)).double().eval()
+    module = in_fp64(pristine)
     at = 0
     for request in requests:
         positions = [p for p, sampled in enumerate(request.sampled_mask) if sampled]
