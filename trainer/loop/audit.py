@@ -91,6 +91,14 @@ class Auditor:
             logp = torch.where(versions == version, scored, logp)
         return logp
 
+    @torch.no_grad()
+    def under(self, trajectories: Sequence[Trajectory], version: int) -> Tensor:
+        """fp32 [N]: the trainer's logprobs of all action tokens under one published version."""
+        with self._lock:
+            self._install(version)
+            requests = [request_of(each) for each in trajectories]
+            return self.engine.logprobs(requests, max_rows=self.config.max_rows)
+
     def close(self) -> None:
         """Take the plan off the model."""
         self.engine.close()

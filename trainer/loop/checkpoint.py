@@ -1,37 +1,38 @@
 """Checkpoints of the learner: whole or absent, the last two kept.
 
     checkpoints = Checkpoints(folder)
-    checkpoints.save(learner.state(), version=10)
-    found = checkpoints.load()          # the newest that is undamaged, or None
+    checkpoints.save(learner.save, version=10)
+    found = checkpoints.newest_good()          # the newest that is undamaged, or None
+    learner.restore(found.folder, found.version)
 
-Together with the journal of arrived groups and the published versions this is all of a run:
-prompts, noise and audits depend on the seed and on numbers alone, so no random state is kept.
+What is in one is the learner's business (one safetensors file; ``torch.distributed.checkpoint``
+where it is sharded); every file's digest lies beside it. Together with the journal of arrived
+groups and the published versions this is all of a run: prompts, noise and audits depend on the seed
+and on numbers alone, so no random state is kept.
 """
 
 import contextlib
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ...kernels.errors import CheckpointError, DiskError
-from .versions import digest
+from ...model_recipes.schema import file_digest
 
 KEPT = 2
-STATE, ABOUT = "state.safetensors", "about.json"
+ABOUT = "about.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Checkpoint:
-    """A learner's state at a version. damaged: newer checkpoints that could not be used."""
+class Found:
+    """A checkpoint. damaged: newer ones that could not be used, and why."""
 
-    state: dict[str, Tensor]
+    folder: Path
     version: int
     damaged: tuple[str, ...] = ()
 
@@ -43,17 +44,20 @@ class Checkpoints:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def save(self, state: Mapping[str, Tensor], version: int) -> None:
-        """Write, then rename; older ones than the last two go. DiskError leaves the last good."""
+    def save(self, write: Callable[[Path], None], version: int) -> None:
+        """Let ``write`` fill a folder, then rename it; all but the last two checkpoints go.
+
+        DiskError leaves the last good one as it was.
+        """
         part, final = self.folder / f".{version:08d}.part", self.folder / f"{version:08d}"
         shutil.rmtree(part, ignore_errors=True)
         try:
             part.mkdir()
-            plain = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-            save_file(_untied(plain), part / STATE)
-            about = {"version": version, "root": digest(plain)}
+            write(part)
+            files = {file.name: file_digest(file) for file in sorted(part.iterdir())}
+            about = {"version": version, "files": files}
             (part / ABOUT).write_text(json.dumps(about) + "\n", encoding="utf-8")
-            for file in (part / STATE, part / ABOUT, part):
+            for file in (*part.iterdir(), part):
                 _to_disk(file)
             shutil.rmtree(final, ignore_errors=True)
             part.rename(final)
@@ -68,20 +72,15 @@ class Checkpoints:
             with contextlib.suppress(OSError):
                 shutil.rmtree(self.folder / f"{old:08d}")
 
-    def load(self) -> Checkpoint | None:
+    def newest_good(self) -> Found | None:
         """The newest undamaged checkpoint; None if there never was one."""
         damaged: list[str] = []
         for version in reversed(self.present()):
             folder = self.folder / f"{version:08d}"
-            try:
-                about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
-                state = load_file(folder / STATE)
-                if about != {"version": version, "root": digest(state)}:
-                    raise CheckpointError(f"{folder} is not what was saved")
-            except (OSError, ValueError, SafetensorError) as error:
-                damaged.append(f"{folder}: {error}")
-                continue
-            return Checkpoint(state=state, version=version, damaged=tuple(damaged))
+            fault = _fault(folder, version)
+            if fault is None:
+                return Found(folder=folder, version=version, damaged=tuple(damaged))
+            damaged.append(f"{folder}: {fault}")
         if damaged:
             raise CheckpointError(
                 "no checkpoint is usable (" + "; ".join(damaged) + "); restore one from a copy, or "
@@ -104,15 +103,18 @@ class Checkpoints:
         return present[0] if len(present) == KEPT else 0
 
 
-def _untied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """safetensors refuses two names for one storage (an fp32 weight is its own master)."""
-    seen: set[int] = set()
-    plain: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        place = tensor.data_ptr()
-        plain[name] = tensor.clone() if place in seen else tensor
-        seen.add(place)
-    return plain
+def _fault(folder: Path, version: int) -> str | None:
+    """What is wrong with a checkpoint, if anything."""
+    try:
+        about = json.loads((folder / ABOUT).read_text(encoding="utf-8"))
+        if about["version"] != version:
+            return f"it says version {about['version']}"
+        for name, digest in about["files"].items():
+            if file_digest(folder / name) != digest:
+                return f"{name} is not what was saved"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _to_disk(path: Path) -> None:

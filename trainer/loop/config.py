@@ -60,10 +60,10 @@ class TrainConfig(BaseModel):
     """Tokens of one micro-batch; changes no bit."""
     audit: int = Field(default=2, ge=1)
     """Responses of every update that the trainer scores again under their own version."""
-    moves: bool = False
-    """Score every batch once more after its update, to see which way its tokens moved."""
     require_zero: bool = True
     """Stop where the kernel term is not 0 in every bit; off only to study stock kernels."""
+    measure_moves: bool = False
+    """After each update, score its tokens once more: which way did each logprob go? For studies."""
     seed: int = Field(default=0, ge=0)
     """Of prompts, sampling and audits."""
     shuffle_rewards: bool = False
@@ -72,6 +72,8 @@ class TrainConfig(BaseModel):
     """Rollout engines."""
     placement: Literal["threads", "processes", "ray"] = "threads"
     """Where they run."""
+    ranks: int = Field(default=1, ge=1)
+    """Processes that the learner is sharded over; another number sums gradients differently."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
     wait_seconds: float = Field(default=600.0, gt=0)

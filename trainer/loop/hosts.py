@@ -103,7 +103,7 @@ def _serve(connection: Connection, spec: WorkerSpec) -> None:
     while True:
         try:
             asked = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):
             return  # the run is gone
         if asked is None:
             return
@@ -117,12 +117,14 @@ def _serve(connection: Connection, spec: WorkerSpec) -> None:
 
 
 class RayHost:
-    """The worker is a Ray actor; Ray must be initialised, or is, on this machine."""
+    """The worker is a Ray actor. Where Ray is not initialised, it is, on this machine alone."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._ray = _ray()
         if not self._ray.is_initialized():
-            self._ray.init(include_dashboard=False, log_to_driver=False)
+            self._ray.init(
+                include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1"
+            )
         actor = cast(Callable[..., Any], self._ray.remote(num_cpus=1, max_restarts=0))
         self.actor = actor(RolloutWorker).remote(spec)
 

@@ -15,8 +15,10 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ...kernels import bits
@@ -30,6 +32,7 @@ from .config import TrainConfig
 from .records import Batch, Loss, LossOutput, Trajectory
 from .trajectories import batch_of, part_of, request_of
 
+FILE = "state.safetensors"
 STATE = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -76,7 +79,7 @@ class Learner:
         batch = replace(batch_of(trajectories, version=self.version, loss=self.loss), old=old)
         logp, output = self.gradient(trajectories, batch)
         norm = self._gather()
-        rate = self.learning_rate(self.version)
+        rate = warmed_up(self.config, self.version)
         for group in self.optimiser.param_groups:
             group["lr"] = rate
         self.optimiser.step()
@@ -118,22 +121,12 @@ class Learner:
             rejected=torch.cat([each.rejected for each in outputs]),
         )
 
-    @torch.no_grad()
-    def logprobs(self, trajectories: Sequence[Trajectory]) -> Tensor:
-        """fp32 [N] under the weights as they are now."""
-        requests = [request_of(each) for each in trajectories]
-        return self.engine.logprobs(requests, max_rows=self.config.max_rows)
-
-    def learning_rate(self, version: int) -> float:
-        """Rises linearly over the first ``warmup`` updates."""
-        return self.config.learning_rate * min(1.0, (version + 1) / max(1, self.config.warmup))
-
     def weights(self) -> dict[str, Tensor]:
         """The named tensors that a publication carries; views of what the learner holds."""
         return named_state(self.model.module)
 
     def state(self) -> dict[str, Tensor]:
-        """Masters and moments by name, for a checkpoint; buffers too, if the model has any."""
+        """Weights, masters and moments by name."""
         held = {f"weight/{name}": tensor for name, tensor in self.weights().items()}
         for name, master in self.masters.items():
             held[f"master/{name}"] = master.detach()
@@ -154,6 +147,21 @@ class Learner:
             if moments:
                 self.optimiser.state[master] = {k: v.clone() for k, v in moments.items()}
         self.version = version
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint's content. A tensor under two names (an fp32 weight is its own
+        master) is written twice: safetensors refuses to share."""
+        seen: set[int] = set()
+        plain: dict[str, Tensor] = {}
+        for name, tensor in self.state().items():
+            place = tensor.data_ptr()
+            plain[name] = tensor.clone() if place in seen else tensor.contiguous()
+            seen.add(place)
+        save_file(plain, folder / FILE)
+
+    def restore(self, folder: Path, version: int) -> None:
+        """Read what :meth:`save` wrote at ``version``."""
+        self.load(load_file(folder / FILE), version)
 
     def close(self) -> None:
         """Take the plan off the model."""
@@ -193,6 +201,11 @@ class Learner:
                 parameter.copy_(master)
 
 
+def warmed_up(config: TrainConfig, version: int) -> float:
+    """The learning rate, which rises linearly over the first ``warmup`` updates."""
+    return config.learning_rate * min(1.0, (version + 1) / max(1, config.warmup))
+
+
 def _check_finite(
     values: Tensor, what: str, batch: Batch, trajectories: Sequence[Trajectory]
 ) -> None:
@@ -201,7 +214,7 @@ def _check_finite(
         return
     response = int(batch.response[where])
     raise NonFiniteError(
-        f"update {batch.version}: {what} is {float(values[where])} in response "
+        f"update {batch.version}: {what} is {float(values.detach()[where])} in response "
         f"{trajectories[response].id}, drawn by version {int(batch.versions[where])}; nothing was "
         "applied: lower the learning rate and resume from the last checkpoint"
     )

@@ -20,11 +20,14 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
+
+import torch
 
 from ...kernels.errors import CapabilityError, MisalignedError
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
+from ...model_recipes.state import named_state
 from ..losses.catalogue import loss_named
 from .audit import Auditor, Group, audit_of, old_of, require_zero
 from .buffer import Closed, WorkBuffer
@@ -33,8 +36,11 @@ from .export import export
 from .folder import RunFolder
 from .hosts import HOSTS, Host, ThreadHost, WorkerDied
 from .learner import Learner
-from .records import Task, Trajectory, UpdateFacts
+from .records import Loss, Task, Trajectory, UpdateFacts
 from .worker import Generated, WorkerSpec
+
+if TYPE_CHECKING:
+    from ..fsdp.learner import ShardedLearner
 
 RESTARTS = 3
 """How often one claim may lose its worker before the run gives up."""
@@ -92,7 +98,7 @@ def train(
             weights_root=root,
             resumed_at=resumed_at,
             seconds=time.perf_counter() - began,
-            export=export(run.learner.model, folder / "export"),
+            export=run.export(),
             notes=run.notes,
         )
 
@@ -110,15 +116,15 @@ class _Run:
             )
         base = model or load_model(setup.model, dtype=setup.dtype, seed=setup.model_seed)
         self.copies = {name: _copy(base) for name in ("auditor", "worker")}
-        self.learner = Learner(base, setup.plan, config, loss)
+        self.learner = self._learner(base, loss)
         self.auditor = Auditor(
             self.copies["auditor"], setup.plan, config, folder.versions, everything=loss.needs_old
         )
         self.needs_old = loss.needs_old
-        found = folder.checkpoints.load()
+        found = folder.checkpoints.newest_good()
         self.notes = () if found is None else found.damaged
         if found is not None:
-            self.learner.load(found.state, found.version)
+            self.learner.restore(found.folder, found.version)
         version = self.learner.version
         folder.versions.drop_after(version - 1)
         self.root = folder.versions.publish(self.learner.weights(), version)
@@ -143,6 +149,22 @@ class _Run:
         self._seconds = {"rollout": 0.0, "sync": 0.0, "blocked": 0.0}
         self._lock = threading.Lock()
 
+    def _learner(self, base: LoadedModel, loss: Loss) -> "Learner | ShardedLearner":
+        setup, config = self.setup, self.config
+        if config.ranks == 1:
+            return Learner(base, setup.plan, config, loss)
+        from ..fsdp.learner import RankSpec, ShardedLearner, rendezvous  # slow to import
+
+        spec = RankSpec(
+            model=setup.model,
+            dtype=setup.dtype,
+            model_seed=setup.model_seed,
+            plan=setup.plan,
+            config=config,
+            rendezvous=rendezvous(),
+        )
+        return ShardedLearner(base, config, spec)
+
     def to_the_end(self, sink: Sink) -> None:
         """All updates that are left."""
         with self._producers():
@@ -153,6 +175,15 @@ class _Run:
         """Take the plan off this process's models."""
         self.learner.close()
         self.auditor.close()
+
+    def export(self) -> Path:
+        """The last published version as a transformers checkpoint; after :meth:`close`."""
+        model, version = self.auditor.engine.loaded, self.learner.version
+        with torch.no_grad():
+            weights = self.folder.versions.read(version)
+            for name, tensor in named_state(model.module).items():
+                tensor.copy_(weights[name])
+        return export(model, self.folder.path / "export")
 
     # --- the learner's side ----------------------------------------------------------------
 
@@ -166,7 +197,6 @@ class _Run:
         step = self.learner.step(
             self._dealt(update, trajectories), old_of(groups) if self.needs_old else None
         )
-        after = self.learner.logprobs(trajectories) if config.moves else None
         audit = audit_of(groups, step.batch, step.logp)
         if config.require_zero:
             require_zero(audit, update)
@@ -175,6 +205,9 @@ class _Run:
         self.buffer.published(self.learner.version)
         self.folder.versions.keep_from(self.buffer.oldest_needed())
         published = time.perf_counter() - began
+        after = (
+            self.auditor.under(trajectories, self.learner.version) if config.measure_moves else None
+        )
         self._checkpoint_if_due()
         spent = self._spent()
         return UpdateFacts(
@@ -217,7 +250,7 @@ class _Run:
         version = self.learner.version
         if version % self.config.checkpoint_every and version < self.config.updates:
             return
-        self.folder.checkpoints.save(self.learner.state(), version)
+        self.folder.checkpoints.save(self.learner.save, version)
         self.folder.journal.keep_from(self.folder.checkpoints.oldest() * self.config.groups)
 
     def _spent(self) -> dict[str, float]:

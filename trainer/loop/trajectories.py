@@ -167,6 +167,7 @@ def part_of(batch: Batch, first: int, last: int) -> Batch:
         rewards=batch.rewards[rows],
         group=batch.group[rows],
         advantages=batch.advantages[rows],
+        old=None if batch.old is None else batch.old[tokens],
     )
 
 

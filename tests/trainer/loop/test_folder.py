@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from zeromismatch.kernels import bits
 from zeromismatch.kernels.errors import CheckpointError, DiskError, UsageError
@@ -21,7 +22,9 @@ from zeromismatch.trainer.loop.versions import Versions
 
 from .test_trajectories import trajectory
 
-STATE = {"master/w": torch.arange(6000.0), "step/w": torch.tensor(3.0)}
+
+def write(folder: Path) -> None:
+    save_file({"w": torch.arange(6000.0)}, folder / "state.safetensors")
 
 
 @contextmanager
@@ -67,10 +70,10 @@ def test_a_publication_that_was_cut_off_is_not_seen_and_a_damaged_one_refused(
 
 def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
-    kept.save(STATE, 4)
+    kept.save(write, 4)
     with disk_full(9000), pytest.raises(DiskError, match=r"version 6.*the last good one is 4"):
-        kept.save(STATE, 6)
-    found = Checkpoints(tmp_path).load()
+        kept.save(write, 6)
+    found = Checkpoints(tmp_path).newest_good()
     assert found is not None
     assert (found.version, found.damaged) == (4, ())
     assert [*tmp_path.iterdir()] == [tmp_path / "00000004"]
@@ -78,19 +81,19 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path: Path) -> None:
 
 def test_the_last_two_are_kept_and_a_damaged_one_is_passed_over(tmp_path: Path) -> None:
     kept = Checkpoints(tmp_path)
-    assert kept.load() is None
+    assert kept.newest_good() is None
     for version in (2, 4, 6):
-        kept.save(STATE, version)
+        kept.save(write, version)
     assert (kept.present(), kept.oldest()) == ([4, 6], 4)
     state = tmp_path / "00000006" / "state.safetensors"
     state.write_bytes(state.read_bytes()[:-4])
-    found = kept.load()
+    found = kept.newest_good()
     assert found is not None
     assert found.version == 4
     assert "00000006" in found.damaged[0]
     (tmp_path / "00000004" / "about.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"no checkpoint is usable"):
-        kept.load()
+        kept.newest_good()
 
 
 def test_a_torn_line_of_the_journal_is_dropped_and_the_rest_kept(tmp_path: Path) -> None:

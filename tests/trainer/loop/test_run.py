@@ -176,7 +176,11 @@ def test_processes_give_the_bits_of_threads_and_survive_a_killed_worker(
             return super().generate(groups, version, timeout)
 
     monkeypatch.setitem(hosts.HOSTS, "processes", Fragile)
-    got, _ = run(setup_of(lag=1, updates=3, placement="processes"), tmp_path / "other", fresh())
+    got, _ = run(
+        setup_of(lag=1, updates=3, placement="processes", wait_seconds=280),
+        tmp_path / "other",
+        fresh(),
+    )
     assert len(killed) == 1
     assert got.weights_root == wanted.weights_root
 
@@ -195,13 +199,15 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(
 
 @pytest.mark.slow
 def test_ray_actors_give_the_bits_of_threads(
-    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "200")  # a busy machine
     ray = pytest.importorskip("ray")
     wanted, _ = run(setup_of(lag=1, updates=2), tmp_path / "threads", fresh())
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
-        got, _ = run(setup_of(lag=1, updates=2, placement="ray"), tmp_path / "ray", fresh())
+        got, _ = run(
+            setup_of(lag=1, updates=2, placement="ray", wait_seconds=280), tmp_path / "ray", fresh()
+        )
     finally:
         ray.shutdown()
     assert got.weights_root == wanted.weights_root

@@ -1,0 +1,1 @@
+"""A learner over several ranks: FSDP2 with a fixed order of every sum."""
