@@ -32,6 +32,7 @@ from .commands import (
     registry,
     repro,
     serve,
+    study,
     train,
     verify,
 )
@@ -48,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for group in (
-    project, measure, gate, registry, repro, verify, patch, job, serve, train, playbook,
+    project, measure, gate, registry, repro, verify, patch, job, serve, train, study, playbook,
 ):  # fmt: skip
     group.register(app)
 
