@@ -10,7 +10,7 @@ from setuptools import Extension, setup
 
 VARIANTS = ("avx512", "avx2", "portable")
 HEADERS = (
-    "all", "simd", "gemm", "head", "digest", "sampling", "rows", "moe",
+    "all", "simd", "gemm", "gemm_tiles", "head", "digest", "sampling", "rows", "moe",
     "attention", "attention_blocks", "attention_backward",
 )
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]

@@ -183,6 +183,15 @@ def rmsnorm(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Ca
         )
 
 
+def rmsnorm_wide(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
+    """Weights of fp32 beside bf16 rows too."""
+    for step, case in enumerate(rmsnorm(contract, quick, seed, key)):
+        x, weight, eps, _, residual = case.arguments
+        weight = weight.float() / 3.0 if step % 2 else weight
+        rows = (0,) if residual is None else (0, 3)
+        yield Case(label=case.label, arguments=(x, weight, eps, residual), rows=rows)
+
+
 def rotary_table(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data = _Data(contract, seed)
     for step, (t, half) in enumerate(sizes(quick, (32, 1, 40, 64, 7))):
@@ -269,8 +278,8 @@ def stock_linear(
 
 for _cases in (
     linear, lm_head, linear_grad_input, linear_grad_weight, linear_grad_bias, embedding,
-    embedding_grad, logprob, logprob_grad, rmsnorm, rotary_table, rotary, activation, gated,
-    softcap, softcap_grad, sampling,
+    embedding_grad, logprob, logprob_grad, rmsnorm, rmsnorm_wide, rotary_table, rotary, activation,
+    gated, softcap, softcap_grad, sampling,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases)
 for _name, _cases in {"activation_gelu": activation, "gated_gelu": gated}.items():
@@ -278,7 +287,8 @@ for _name, _cases in {"activation_gelu": activation, "gated_gelu": gated}.items(
 register_cases("attention", cases_attention.attention, device="cpu")
 register_cases("attention_grad", cases_gradient.attention_grad, device="cpu")
 for _cases in (
-    cases_gradient.rmsnorm_grad, cases_gradient.activation_grad, cases_gradient.gated_grad,
+    cases_gradient.rmsnorm_grad, cases_gradient.rmsnorm_wide_grad, cases_gradient.activation_grad,
+    cases_gradient.gated_grad,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases)
 register_cases("activation_gelu_grad", cases_gradient.activation_grad)

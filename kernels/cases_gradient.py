@@ -56,6 +56,13 @@ def rmsnorm_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterat
         yield Case(label=_label(shape), arguments=arguments)
 
 
+def rmsnorm_wide_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
+    for step, case in enumerate(rmsnorm_grad(contract, quick, seed, key)):
+        dy, s, weight, eps, _, *rest = case.arguments
+        weight = weight.float() / 3.0 if step % 2 else weight
+        yield Case(label=case.label, arguments=(dy, s, weight, eps, *rest))
+
+
 def activation_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     for case in gated_grad(contract, quick, seed, key):
         yield Case(label=case.label, arguments=case.arguments[:2], rows=(0, 1))

@@ -27,6 +27,7 @@ _KERNELS = {
     "embedding": "embedding",
     "linear": "linear",
     "rmsnorm": "rmsnorm",
+    "rmsnorm_wide": "rmsnorm",
     "rotary_table": "rotary",
     "rotary": "rotary",
     "attention": "attention",

@@ -102,15 +102,18 @@ def lm_head_function(module: nn.Linear, choice: str) -> Callable[[Tensor], Tenso
 
 def install_rmsnorm(installer: Installer, operator: Operator) -> None:
     """``*RMSNorm``."""
-    site, choice = installer.site(operator.path, "rmsnorm")
     module, facts = operator.module, operator.facts
+    op_class = "rmsnorm_wide" if facts["wide"] else "rmsnorm"
+    site, choice = installer.site(operator.path, op_class)
 
     def aligned(x: Tensor) -> Tensor:
-        return rmsnorm(x, module.weight, facts["eps"], unit_offset=facts["unit_offset"])
+        if facts["wide"]:
+            return norms.rmsnorm_wide(x, module.weight, facts["eps"])
+        return norms.rmsnorm(x, module.weight, facts["eps"], unit_offset=facts["unit_offset"])
 
     run = _original(module)
     if choice != STOCK:
-        rmsnorm, run = kernel("rmsnorm").rmsnorm, aligned
+        norms, run = kernel(op_class), aligned
     installer.put_unary(operator, "x", site, run)
 
 

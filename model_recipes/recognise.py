@@ -135,7 +135,7 @@ def activation_name(child: nn.Module) -> str:
 def norm_facts(
     child: nn.Module, proofs: dict[Any, Mapping[str, Any] | None]
 ) -> Mapping[str, Any] | None:
-    """``eps`` and ``unit_offset`` of an RMSNorm, proved by running it, else None."""
+    """``eps``, ``unit_offset`` and ``wide`` of an RMSNorm, proved by running it, else None."""
     weight = getattr(child, "weight", None)
     eps = getattr(child, "variance_epsilon", getattr(child, "eps", None))
     if not isinstance(weight, nn.Parameter) or weight.dim() != 1 or not isinstance(eps, float):
@@ -156,8 +156,20 @@ def _prove_norm(child: nn.Module, width: int, eps: float) -> Mapping[str, Any] |
     for unit_offset in (False, True):
         expected = unit * (trial.double() + (1.0 if unit_offset else 0.0))
         if float((got - expected).abs().max()) < 1e-4:
-            return {"eps": eps, "unit_offset": unit_offset}
+            wide = not unit_offset and _applies_weight_in_fp32(child, x.bfloat16(), eps)
+            return {"eps": eps, "unit_offset": unit_offset, "wide": wide}
     return None
+
+
+def _applies_weight_in_fp32(child: nn.Module, x: Tensor, eps: float) -> bool:
+    """Whether a bf16 row is rounded once, after its product with the weight (gpt_oss)."""
+    weight = torch.linspace(0.5, 1.5, x.shape[1]).bfloat16()
+    with torch.no_grad():
+        got = torch.func.functional_call(child, {"weight": weight}, (x,))
+    unit = x.double() * (x.double().pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    once = (unit * weight.double()).bfloat16()
+    twice = unit.bfloat16() * weight
+    return int((got == once).sum()) > int((got == twice).sum())
 
 
 def gated_facts(

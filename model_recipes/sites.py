@@ -24,10 +24,11 @@ class Site:
 
     path: module path in the transformers model (``model.layers.0.mlp``).
     part: which operator inside that module; empty when the module is the operator.
-    op_class: ``linear``, ``rmsnorm``, ``rotary``, ``rotary_table``, ``attention``, ``gated``,
-        ``gated_gelu``, ``activation``, ``activation_gelu``, ``add`` (also differences), ``mul``
-        (also quotients), ``embedding``, ``lm_head``, ``softcap``, ``logprob``, ``kv_write``,
-        ``router``, ``topk``, ``topk_weights``, ``grouped_linear``, ``combine``.
+    op_class: ``linear``, ``rmsnorm``, ``rmsnorm_wide``, ``rotary``, ``rotary_table``,
+        ``attention``, ``gated``, ``gated_gelu``, ``activation``, ``activation_gelu``, ``add``
+        (also differences), ``mul`` (also quotients), ``embedding``, ``lm_head``, ``softcap``,
+        ``logprob``, ``kv_write``, ``router``, ``topk``, ``topk_weights``, ``grouped_linear``,
+        ``combine``.
     contract: contract id under the applied plan; None means stock and uncertified.
     """
 

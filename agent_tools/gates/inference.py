@@ -113,7 +113,7 @@ def _company_leak(engines: Engines, requests: Sequence[Request], found: Findings
 
 def planted_bit(engines: Engines, request: Request, kind: type[FlipBit] = FlipBit) -> FlipBit:
     """One mantissa bit of the last norm's output, in the row that predicts the last token."""
-    norms = [site for site in engines.paged.instrument.sites if site.op_class == "rmsnorm"]
+    norms = [site for site in engines.paged.instrument.sites if site.op_class.startswith("rmsnorm")]
     small = engines.paged.loaded.dtype.itemsize == 2
     return kind(
         Quiet(),

@@ -127,7 +127,7 @@ def _rows(culprit: Culprit, module: nn.Module, calls: tuple[Seen, Seen], at: Row
 
 def _parameters(module: nn.Module, culprit: Culprit) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The operator's own tensors and settings."""
-    if culprit.op_class not in ("linear", "lm_head", "rmsnorm"):
+    if culprit.op_class not in ("linear", "lm_head", "rmsnorm", "rmsnorm_wide"):
         return {}, {}
     own = cast(Any, module.get_submodule(culprit.site.partition("#")[0]))
     tensors = {
@@ -135,7 +135,7 @@ def _parameters(module: nn.Module, culprit: Culprit) -> tuple[dict[str, Tensor],
         for name in ("weight", "bias")
         if getattr(own, name, None) is not None
     }
-    if culprit.op_class != "rmsnorm":
+    if not culprit.op_class.startswith("rmsnorm"):
         return tensors, {}
     eps = getattr(own, "variance_epsilon", None) or own.eps
     return tensors, {"eps": float(eps), "unit_offset": type(own).__name__.startswith("Gemma")}

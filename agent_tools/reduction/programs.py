@@ -26,6 +26,7 @@ _ROW_LAYOUTS: dict[str, Layout] = {
     "linear": {"x": ("rows", "inner"), "weight": ("outputs", "inner"), "bias": ("outputs",)},
     "lm_head": {"h": ("rows", "inner"), "weight": ("outputs", "inner"), "bias": ("outputs",)},
     "rmsnorm": {"x": ("rows", "inner"), "weight": ("inner",)},
+    "rmsnorm_wide": {"x": ("rows", "inner"), "weight": ("inner",)},
     "gated": {"gate": ("rows", "inner"), "up": ("rows", "inner")},
     "gated_gelu": {"gate": ("rows", "inner"), "up": ("rows", "inner")},
     "rotary": {"x": ("rows", "heads", "size"), "cos": ("rows", "size"), "sin": ("rows", "size")},
@@ -43,6 +44,7 @@ _STOCK = {
     "linear": "F.linear(t['x'], t['weight'], t.get('bias'))",
     "lm_head": "F.linear(t['h'], t['weight'], t.get('bias')).float()",
     "rmsnorm": "stock_rmsnorm(t['x'], t['weight'], s['eps'], s['unit_offset'])",
+    "rmsnorm_wide": "stock_rmsnorm_wide(t['x'], t['weight'], s['eps'])",
     "gated": "F.silu(t['gate']) * t['up']",
     "gated_gelu": "F.gelu(t['gate'], approximate='tanh') * t['up']",
     "logprob": "torch.log_softmax(t['logits'] / t['temperature'][:, None], -1)"
@@ -53,6 +55,7 @@ _KERNEL = {
     "linear": ("linear", "linear(t['x'], t['weight'], t.get('bias'))"),
     "lm_head": ("logprob", "lm_head(t['h'], t['weight'], t.get('bias'))"),
     "rmsnorm": ("rmsnorm", "rmsnorm(t['x'], t['weight'], s['eps'], unit_offset=s['unit_offset'])"),
+    "rmsnorm_wide": ("rmsnorm", "rmsnorm_wide(t['x'], t['weight'], s['eps'])"),
     "gated": ("gated", "silu_mul(t['gate'], t['up'])"),
     "gated_gelu": ("gated", "gelu_mul(t['gate'], t['up'])"),
     "rotary": ("rotary", "apply_rotary(t['x'], t['cos'], t['sin'])"),
@@ -99,6 +102,12 @@ def stock_rmsnorm(x, weight, eps, unit_offset):
     y = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return (y * (1.0 + weight.float())).to(x.dtype) if unit_offset else weight * y.to(x.dtype)
 '''
+_STOCK_RMSNORM_WIDE = '''
+def stock_rmsnorm_wide(x, weight, eps):
+    """RMSNorm as transformers writes it for gpt_oss: one rounding, after the weight."""
+    wide = x.float()
+    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps))).to(x.dtype)
+'''
 _ATTENTION_IMPORT = (
     "from zeromismatch.kernels.attention import (\n"
     "    PAGE,\n    AttentionBatch,\n    new_cache,\n    paged_attention,\n    write_kv,\n)"
@@ -139,7 +148,10 @@ def program(op_class: str, contract: str | None) -> Program:
                 f"no stock program is written for {op_class}; give it a contract, or compare sides "
                 "that agree on it"
             )
-        definitions = {"attention": _STOCK_ATTENTION, "rmsnorm": _STOCK_RMSNORM}
+        definitions = {
+            "attention": _STOCK_ATTENTION, "rmsnorm": _STOCK_RMSNORM,
+            "rmsnorm_wide": _STOCK_RMSNORM_WIDE,
+        }  # fmt: skip
         return Program(line=_STOCK[op_class], definitions=definitions.get(op_class, ""))
     folder, line = _KERNEL[op_class]
     if op_class == "attention":

@@ -19,31 +19,20 @@
 // Legend: M rows, N columns, K reduced; R rows of a tile, P panels of a group, L = 16 lanes.
 #pragma once
 #include <algorithm>
-#include <array>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <utility>
-#include <vector>
+#include "gemm_tiles.h"
 #include "simd.h"
 
 namespace ZM_NAMESPACE::gemm {
 
-// Accumulators that fit the register file beside one k-step of B, in units of f32x16.
-#if defined(ZM_AVX512)
-constexpr int TILE_ROWS = 14, ACCUMULATORS = 28;
-#elif defined(ZM_AVX2)
-constexpr int TILE_ROWS = 6, ACCUMULATORS = 6;
-#else
-constexpr int TILE_ROWS = 4, ACCUMULATORS = 4;
-#endif
-constexpr int GROUP_PANELS = 8, RUN_TILES = 16;
+constexpr int RUN_TILES = 16;
 constexpr int64_t K_BLOCK = 128;  // contract: the length of a short chain; also the cache block
 constexpr int64_t K_SPAN = 4096, BLOCK_FLOATS = int64_t(1) << 20;
 static_assert(K_SPAN % K_BLOCK == 0, "a pause falls between two short chains");
 // Up to this much work one thread is done before two have met. Reading B costs as four rows do.
 constexpr int64_t SMALL = 1 << 21, B_ROWS = 4;
-
-constexpr int most_panels(int rows) { return std::min(GROUP_PANELS, ACCUMULATORS / rows); }
 
 static inline float widen(const void* p, int64_t i, int64_t is_bf16) {
   if (!is_bf16) return ((const float*)p)[i];
@@ -53,58 +42,6 @@ static inline float widen(const void* p, int64_t i, int64_t is_bf16) {
   return f;
 }
 
-// What becomes of the accumulators in `acc`: overwritten by new chains, continued, or added to.
-enum class Chain { fresh, continued, added };
-
-// One register tile: R * P * 16 chains over `steps` values of k.
-template <int R, int P>
-static void run_tile(const float* a, const float* b, int64_t panel_stride, int64_t steps,
-                     float* acc, int64_t acc_stride, Chain chain) {
-  f32x16 c[R][P];
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < P; p++)
-      c[r][p] = chain == Chain::continued ? load(acc + r * acc_stride + p * L) : splat(0.0f);
-  for (int64_t k = 0; k < steps; k++) {
-    f32x16 bk[P];
-#pragma GCC unroll 8
-    for (int p = 0; p < P; p++) bk[p] = load(b + p * panel_stride + k * L);
-#pragma GCC unroll 16
-    for (int r = 0; r < R; r++) {
-      f32x16 ak = splat(a[k * R + r]);
-#pragma GCC unroll 8
-      for (int p = 0; p < P; p++) c[r][p] = fma(ak, bk[p], c[r][p]);
-    }
-  }
-#pragma GCC unroll 16
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 8
-    for (int p = 0; p < P; p++) {
-      float* to = acc + r * acc_stride + p * L;
-      store(to, chain == Chain::added ? add(load(to), c[r][p]) : c[r][p]);
-    }
-}
-
-using TileFunction = void (*)(const float*, const float*, int64_t, int64_t, float*, int64_t, Chain);
-template <int R, int P>
-constexpr TileFunction tile_or_null() {
-  if constexpr (P <= most_panels(R))
-    return run_tile<R, P>;
-  else
-    return nullptr;
-}
-template <int R, int... P>
-constexpr std::array<TileFunction, GROUP_PANELS> tile_row(std::integer_sequence<int, P...>) {
-  return {tile_or_null<R, P + 1>()...};
-}
-template <int... R>
-constexpr auto tile_table(std::integer_sequence<int, R...>) {
-  return std::array<std::array<TileFunction, GROUP_PANELS>, TILE_ROWS>{
-      tile_row<R + 1>(std::make_integer_sequence<int, GROUP_PANELS>())...};
-}
-static constexpr auto TILES = tile_table(std::make_integer_sequence<int, TILE_ROWS>());
-
 struct Operand {  // a matrix in memory: fp32 or bf16, leading dimension, transposed or not
   const void* data;
   bool bf16, transposed;
@@ -113,8 +50,10 @@ struct Operand {  // a matrix in memory: fp32 or bf16, leading dimension, transp
 
 struct Product {
   Operand A;
-  const float* panels;   // packed B, or null: then `rows` is used
-  int64_t panel_stride;  // floats between panels
+  const uint32_t* panels;  // packed B, or null: then `rows` is used
+  int64_t panel_stride;    // words between panels
+  Way way;                 // how panels are stored and A is packed
+  const uint32_t* smallest;  // of each panel, for dots
   Operand rows;          // B row-major [K, N]
   const float* initial;  // [M, N] or null
   const float* bias;     // [N] or null
@@ -131,6 +70,19 @@ static void pack_tile(const Operand& A, int64_t first, int R, int64_t k0, int64_
       int64_t m = first + r;
       *out++ = widen(A.data, A.transposed ? k * A.ld + m : m * A.ld + k, A.bf16);
     }
+}
+
+// The same as pairs -> out[(k - k0) / 2][R]; returns the `smallest` of what it read.
+static uint32_t pack_tile_pairs(const Operand& A, int64_t first, int R, int64_t k0, int64_t k1,
+                                uint32_t* out) {
+  uint32_t low = NONE_SMALL;
+  for (int r = 0; r < R; r++) {
+    const uint16_t* row = (const uint16_t*)A.data + (first + r) * A.ld;
+    low = smallest(row + k0, k1 - k0, low);
+    for (int64_t k = k0; k < k1; k += 2)
+      out[(k - k0) / 2 * R + r] = (uint32_t)row[k] << 16 | (k + 1 < k1 ? row[k + 1] : 0u);
+  }
+  return low;
 }
 
 // Panels [p0, p0 + P) of a row-major B, k in [k0, k1) -> out[P][K_BLOCK][16].
@@ -189,27 +141,65 @@ static void load_initial(const Product& g, int64_t m, int64_t p0, int P, float* 
   std::fill(acc + valid, acc + P * L, 0.0f);
 }
 
+// Memory of one thread, kept between products. Not std::vector: g++ 13 refuses to inline its
+// destructor where a file names its own target.
+struct Buffer {
+  uint32_t* words = nullptr;
+  int64_t count = 0;
+  ~Buffer() { free(words); }
+  uint32_t* at_least(int64_t needed) {
+    if (count < needed) {
+      free(words);
+      words = (uint32_t*)malloc(needed * sizeof(uint32_t));
+      if (!words) abort();
+      count = needed;
+    }
+    return words;
+  }
+};
+
 // Rows shared out evenly over tiles.
 struct Tiling {
   int64_t rows, count;
   int64_t start(int64_t t) const { return rows * t / count; }
 };
 
+// A in tiles, and the `smallest` of each tile's slab of K_BLOCK, where dots need it.
+struct Packed {
+  const uint32_t* words;
+  const uint32_t* smallest;
+  int64_t row_words;  // per row of A: K, or its pairs
+};
+
+static int64_t words_of(Way way, int64_t k) { return way == Way::dots ? (k + 1) / 2 : k; }
+
+static TileFunction tile_of(Way way, bool exact, int R, int P) {
+  if (way == Way::floats) return TILES<Way::floats>[R - 1][P - 1];
+#if defined(ZM_AVX512)
+  if (way == Way::dots)
+    return exact ? TILES<Way::dots>[R - 1][P - 1] : TILES<Way::dots, false>[R - 1][P - 1];
+#endif
+  return TILES<Way::pairs>[R - 1][P - 1];
+}
+
 // Tiles [t0, t1) times panels [p0, p0 + P).
-static void run_job(const Product& g, const float* packed, Tiling tiling, int64_t t0, int64_t t1,
+static void run_job(const Product& g, const Packed& packed, Tiling tiling, int64_t t0, int64_t t1,
                     int64_t p0, int P) {
   alignas(64) float acc[RUN_TILES * ACCUMULATORS * L];
   alignas(64) float cut[GROUP_PANELS * K_BLOCK * L];
   int64_t m0 = tiling.start(t0), m1 = tiling.start(t1), width = P * L;
   if (g.initial)
     for (int64_t m = m0; m < m1; m++) load_initial(g, m, p0, P, acc + (m - m0) * width);
+  int64_t slabs = (g.K + K_BLOCK - 1) / K_BLOCK, panel_stride = g.panel_stride;
+  uint32_t low = NONE_SMALL;
+  if (g.way == Way::dots)
+    for (int p = 0; p < P; p++) low = std::min(low, g.smallest[p0 + p]);
   for (int64_t k0 = 0; k0 < g.K || k0 == 0; k0 += K_BLOCK) {
     int64_t k1 = std::min(g.K, k0 + K_BLOCK);
-    const float* b = g.panels + p0 * g.panel_stride + k0 * L;
-    int64_t panel_stride = g.panel_stride;
+    const uint32_t* b = g.panels + p0 * panel_stride + (g.way == Way::floats ? k0 : k0 / 2) * L;
     if (!g.panels) {
       pack_rows(g.rows, g.N, p0, P, k0, k1, cut);
-      b = cut;
+      b = (const uint32_t*)cut;
       panel_stride = K_BLOCK * L;
     }
     Chain chain = k0 == 0 && !g.initial ? Chain::fresh
@@ -218,15 +208,17 @@ static void run_job(const Product& g, const float* packed, Tiling tiling, int64_
     for (int64_t t = t0; t < t1; t++) {
       int64_t m = tiling.start(t);
       int R = (int)(tiling.start(t + 1) - m);
-      TILES[R - 1][P - 1](packed + m * g.K + k0 * R, b, panel_stride, k1 - k0,
-                          acc + (m - m0) * width, width, chain);
+      bool exact = g.way == Way::dots &&
+                   dot_is_exact(packed.smallest[t * slabs + k0 / K_BLOCK], low);
+      tile_of(g.way, exact, R, P)(packed.words + m * packed.row_words + words_of(g.way, k0) * R, b,
+                                  panel_stride, k1 - k0, acc + (m - m0) * width, width, chain);
     }
   }
   for (int64_t m = m0; m < m1; m++) finish_row(g, m, p0, P, acc + (m - m0) * width);
 }
 
 // All rows of g at once: every thread packs a share of A, then every thread runs a share of the jobs.
-static void run_block(const Product& g, std::vector<float>& buffer) {
+static void run_block(const Product& g, Buffer& buffer) {
   Tiling tiling{g.M, (g.M + TILE_ROWS - 1) / TILE_ROWS};
   int64_t panels = (g.N + L - 1) / L, slabs = (g.K + K_BLOCK - 1) / K_BLOCK;
   int64_t widest = most_panels((int)((g.M + tiling.count - 1) / tiling.count));
@@ -236,16 +228,24 @@ static void run_block(const Product& g, std::vector<float>& buffer) {
       std::max<int64_t>(1, std::min<int64_t>(RUN_TILES, tiling.count * groups / (4 * g.threads)));
   int64_t runs = (tiling.count + run - 1) / run;
   bool direct = g.M == 1 && !g.A.bf16 && !g.A.transposed;
-  if (!direct && (int64_t)buffer.size() < g.M * g.K) buffer.resize(g.M * g.K);
-  const float* packed = direct ? (const float*)g.A.data : buffer.data();
+  bool dots = g.way == Way::dots;
+  int64_t row_words = words_of(g.way, g.K), words = g.M * row_words;
+  int64_t needed = words + (dots ? tiling.count * slabs : 0);
+  uint32_t *to = direct ? nullptr : buffer.at_least(needed), *lowest = to + words;
+  Packed packed{direct ? (const uint32_t*)g.A.data : to, lowest, row_words};
 #pragma omp parallel num_threads(g.threads) if ((g.M + B_ROWS) * g.N * g.K > SMALL)
   {
     if (!direct) {
 #pragma omp for schedule(static)
       for (int64_t u = 0; u < tiling.count * slabs; u++) {
         int64_t m = tiling.start(u / slabs), k0 = u % slabs * K_BLOCK;
+        int64_t k1 = std::min(g.K, k0 + K_BLOCK);
         int R = (int)(tiling.start(u / slabs + 1) - m);
-        pack_tile(g.A, m, R, k0, std::min(g.K, k0 + K_BLOCK), buffer.data() + m * g.K + k0 * R);
+        uint32_t* tile = to + m * row_words + words_of(g.way, k0) * R;
+        if (dots)
+          lowest[u] = pack_tile_pairs(g.A, m, R, k0, k1, tile);
+        else
+          pack_tile(g.A, m, R, k0, k1, (float*)tile);
       }
     }
 #pragma omp for schedule(static) nowait
@@ -269,7 +269,7 @@ static Product part(const Product& g, int64_t m0, int64_t m1, int64_t k0, int64_
   s.K = k1 - k0;
   s.A.data = at(g.A.data, g.A.bf16, g.A.transposed ? k0 * g.A.ld + m0 : m0 * g.A.ld + k0);
   s.rows.data = at(g.rows.data, g.rows.bf16, k0 * g.rows.ld);
-  if (g.panels) s.panels = g.panels + k0 * L;
+  if (g.panels) s.panels = g.panels + (g.way == Way::floats ? k0 : k0 / 2) * L;
   s.initial = from;
   s.C = to;
   if (k1 < g.K) {
@@ -281,15 +281,16 @@ static Product part(const Product& g, int64_t m0, int64_t m1, int64_t k0, int64_
 
 static void multiply(const Product& g) {
   if (g.M == 0 || g.N == 0) return;
-  thread_local std::vector<float> buffer, scratch;
+  thread_local Buffer buffer, scratch;
   bool paused = g.K > K_SPAN;
   int64_t block = std::max<int64_t>(TILE_ROWS, BLOCK_FLOATS / std::clamp<int64_t>(g.K, 1, K_SPAN));
-  if (paused && g.c_bf16) scratch.resize(std::min(g.M, block) * g.N);
+  bool waits = paused && g.c_bf16;
+  float* sums = waits ? (float*)scratch.at_least(std::min(g.M, block) * g.N) : nullptr;
   int64_t blocks = (g.M + block - 1) / block;
   for (int64_t i = 0; i < blocks; i++) {
     int64_t m0 = g.M * i / blocks, m1 = g.M * (i + 1) / blocks;
     void* to = (void*)at(g.C, g.c_bf16, m0 * g.N);
-    float* waiting = g.c_bf16 ? scratch.data() : (float*)to;
+    float* waiting = g.c_bf16 ? sums : (float*)to;
     const float* from = g.initial ? g.initial + m0 * g.N : nullptr;
     for (int64_t k0 = 0; k0 < g.K || k0 == 0; k0 += K_SPAN) {
       int64_t k1 = std::min(g.K, k0 + K_SPAN);
@@ -301,30 +302,49 @@ static void multiply(const Product& g) {
 
 }  // namespace ZM_NAMESPACE::gemm
 
-// weight [N, K] -> panels [ceil(N / 16)][K][16], zero padded, fp32.
+// weight [N, K] -> panels [ceil(N / 16)][K][16] of fp32, or of bf16 [ceil(K / 2)][16] pairs followed,
+// after all panels, by the `smallest` of each; columns beyond N are zero.
 extern "C" void ZM_EXPORT(pack)(const void* weight, int64_t w_bf16, int64_t N, int64_t K,
-                                float* panels, int64_t threads) {
+                                uint32_t* panels, int64_t threads) {
   using namespace ZM_NAMESPACE;
   using namespace ZM_NAMESPACE::gemm;
-  int64_t count = (N + L - 1) / L;
+  int64_t count = (N + L - 1) / L, rows = w_bf16 ? (K + 1) / 2 : K;
+  const uint16_t* halves = (const uint16_t*)weight;
 #pragma omp parallel for num_threads(threads) schedule(static) if (B_ROWS * N * K > SMALL)
-  for (int64_t p = 0; p < count; p++)
-    for (int64_t k = 0; k < K; k++)
-      for (int j = 0; j < L; j++) {
-        int64_t n = p * L + j;
-        panels[(p * K + k) * L + j] = n < N ? widen(weight, n * K + k, w_bf16) : 0.0f;
+  for (int64_t p = 0; p < count; p++) {
+    uint32_t *to = panels + p * rows * L, low = NONE_SMALL;
+    int valid = (int)std::min<int64_t>(L, N - p * L);
+    if (valid < L) std::fill(to, to + rows * L, 0u);
+    for (int j = 0; j < valid; j++) {
+      int64_t row = (p * L + j) * K;
+      if (!w_bf16) {
+        for (int64_t k = 0; k < K; k++) to[k * L + j] = ((const uint32_t*)weight)[row + k];
+        continue;
       }
+      for (int64_t k = 0; k < K; k += 2)
+        to[k / 2 * L + j] =
+            (uint32_t)halves[row + k] << 16 | (k + 1 < K ? halves[row + k + 1] : 0u);
+      low = smallest(halves + row, K, low);
+    }
+    if (w_bf16) panels[count * rows * L + p] = low;
+  }
 }
 
-// C [M, N] = round(A [M, K] x panels + bias).
-extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t a_bf16, const float* panels,
+// C [M, N] = round(A [M, K] x panels + bias); panels as `pack` left them for a weight of A's dtype.
+// dots: bf16 by the dot instruction, where the processor has it.
+extern "C" void ZM_EXPORT(gemm)(const void* A, int64_t bf16, const uint32_t* panels,
                                 const float* bias, void* C, int64_t c_bf16, int64_t M, int64_t N,
-                                int64_t K, int64_t threads) {
+                                int64_t K, int64_t dots, int64_t threads) {
   using namespace ZM_NAMESPACE;
   using namespace ZM_NAMESPACE::gemm;
   Product g{};
-  g.A = {A, a_bf16 != 0, false, K};
-  g.panels = panels, g.panel_stride = K * L;
+  g.A = {A, bf16 != 0, false, K};
+#if !defined(ZM_AVX512)
+  dots = 0;
+#endif
+  g.way = !bf16 ? Way::floats : dots ? Way::dots : Way::pairs;
+  g.panels = panels, g.panel_stride = (bf16 ? (K + 1) / 2 : K) * L;
+  g.smallest = panels + (N + L - 1) / L * g.panel_stride;
   g.bias = bias;
   g.C = C, g.c_bf16 = c_bf16 != 0;
   g.M = M, g.N = N, g.K = K, g.threads = threads;

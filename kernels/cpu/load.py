@@ -12,7 +12,7 @@ import ctypes
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,8 @@ import torch  # loads libgomp first, so that both share one thread pool
 from ..errors import CapabilityError, ContractError
 
 VARIANTS = ("avx512", "avx2", "portable")
+DOTS = "avx512bf16"
+"""The avx512 variant with bf16 products by the processor's dot instruction (``gemm_tiles.h``)."""
 _NEEDS = {"avx512": {"avx512f", "avx512bw", "avx512vl", "avx512dq", "fma"}, "avx2": {"avx2", "fma"}}
 
 
@@ -30,25 +32,25 @@ class Core:
 
     name: str
     library: ctypes.CDLL
+    entries: dict[str, Callable[..., None]] = field(default_factory=dict[str, Callable[..., None]])
 
     def call(self, function: str, *arguments: Any) -> None:
         """Call a core function: tensors become pointers, ints int64, floats fp32, None null."""
-        entry = _entry(self.library, f"zm_{self.name}_{function}")
-        entry(*[_convert(argument) for argument in arguments])
+        entry = self.entries.get(function)
+        if entry is None:
+            kinds = [_KINDS.get(type(argument), ctypes.c_void_p) for argument in arguments]
+            entry = _entry(self.library, f"zm_{self.name}_{function}", kinds)
+            self.entries[function] = entry
+        entry(*[_plain(argument) for argument in arguments])
 
 
-_CONVERTERS = {
-    int: ctypes.c_int64,
-    bool: ctypes.c_int64,
-    float: ctypes.c_float,
-    type(None): ctypes.c_void_p,
-}
+_KINDS: dict[type, Any] = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_float}
+_PLAIN = frozenset({int, bool, float, type(None)})  # isinstance would cost 0.3 us each
 
 
-def _convert(argument: Any) -> Any:
-    converter = _CONVERTERS.get(type(argument))  # isinstance(number, Tensor) would cost 0.3 us each
-    if converter is not None:
-        return converter(argument)
+def _plain(argument: Any) -> Any:
+    if type(argument) in _PLAIN:
+        return argument
     if not isinstance(argument, torch.Tensor):
         raise ContractError(
             f"the CPU core takes tensors and numbers, not {type(argument).__name__}; convert it"
@@ -58,13 +60,12 @@ def _convert(argument: Any) -> Any:
             "the CPU core takes contiguous CPU tensors; call .contiguous() first "
             f"(got {argument.device.type}, strides {argument.stride()})"
         )
-    return ctypes.c_void_p(argument.data_ptr())
+    return argument.data_ptr()
 
 
-@functools.cache
-def _entry(library: ctypes.CDLL, symbol: str) -> Callable[..., None]:
+def _entry(library: ctypes.CDLL, symbol: str, kinds: list[Any]) -> Callable[..., None]:
     entry = getattr(library, symbol)
-    entry.restype = None
+    entry.restype, entry.argtypes = None, kinds
     return entry
 
 
@@ -131,4 +132,15 @@ def missing(variant: str) -> str | None:
     """Why a variant cannot run here, or None: what an implementation answers to dispatch."""
     if library_path() is None:
         return "the CPU core is not built; install a C++ compiler and run `make install` again"
+    if variant == DOTS:
+        return _missing_dots()
     return None if variant in available_variants() else f"this processor cannot run {variant} code"
+
+
+@functools.cache
+def _missing_dots() -> str | None:
+    if "avx512" not in available_variants() or "avx512_bf16" not in cpu_flags():
+        return f"this processor cannot run {DOTS} code"
+    yes = ctypes.c_int64()
+    _entry(_library(), "zm_avx512_dots_are_chains", [ctypes.c_void_p])(ctypes.byref(yes))
+    return None if yes.value else "this processor's bf16 dot product is not two FMAs in order"

@@ -25,6 +25,7 @@ def register_core(
     *,
     name: str,
     storages: tuple[str, ...] = tuple(STORAGES),
+    variants: tuple[str, ...] = VARIANTS,
     **fields: Any,
 ) -> dict[torch.dtype, Contract]:
     """Contracts ``<name>.<dtype>.cpu.v1`` by dtype, each served by ``core-<variant>``."""
@@ -34,7 +35,7 @@ def register_core(
             Contract(id=f"{name}.{storage}.cpu.v1", dtype=storage, device="cpu", **fields)
         )
         contracts[STORAGES[storage]] = contract
-        for variant in VARIANTS:
+        for variant in variants:
             register_implementation(
                 Implementation(
                     contract=contract.id,

@@ -45,10 +45,18 @@ static inline float inverse_rms(f32x16 squares, int64_t cols, float eps) {
   return 1.0f / __builtin_sqrtf(sum_lanes(squares) / (float)cols + eps);
 }
 
-// y = norm(x) or, with a residual, s = round(x + residual) and y = norm(s).
-template <class T>
-static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T* sum, int64_t rows,
-                         int64_t cols, float eps, bool unit_offset, int threads) {
+// How a norm applies its weight w to the normalised value v, and where it rounds.
+enum Weighting : int64_t {
+  ROUNDED = 0,      // round(round(v) * w)
+  UNIT_OFFSET = 1,  // round(v * (1 + w))
+  WIDE = 2,         // round(v * w), w in fp32
+};
+
+// y = norm(x) or, with a residual, s = round(x + residual) and y = norm(s). W stores the weight.
+template <class T, class W>
+static void rmsnorm_rows(const T* x, const T* residual, const W* weight, T* y, T* sum, int64_t rows,
+                         int64_t cols, float eps, int64_t weighting, int threads) {
+  f32x16 offset = splat(weighting == UNIT_OFFSET ? 1.0f : 0.0f);
 #pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
   for (int64_t t = 0; t < rows; t++) {
     const T* row = residual ? sum + t * cols : x + t * cols;
@@ -64,7 +72,8 @@ static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T
     f32x16 r = splat(inverse_rms(squares, cols, eps));
     for (int64_t c = 0; c < cols; c += L) {
       f32x16 v = mul(load_n(row + c, cols - c), r), w = load_n(weight + c, cols - c);
-      v = unit_offset ? mul(v, add(splat(1.0f), w)) : mul(round_to<T>(v), w);
+      if (weighting == UNIT_OFFSET) w = add(offset, w);
+      v = mul(weighting == ROUNDED ? round_to<T>(v) : v, w);
       store_n(y + t * cols + c, v, cols - c);
     }
   }
@@ -72,11 +81,11 @@ static void rmsnorm_rows(const T* x, const T* residual, const T* weight, T* y, T
 
 // dx = r (g - x (sum(g x) r r / cols)), g = dy w; a residual's own gradient is added before
 // rounding. r is recomputed as in the forward and left in rstd.
-template <class T>
-static void rmsnorm_dx_rows(const T* dy, const T* x, const T* weight, const T* dsum, T* dx,
-                            float* rstd, int64_t rows, int64_t cols, float eps, bool unit_offset,
+template <class T, class W>
+static void rmsnorm_dx_rows(const T* dy, const T* x, const W* weight, const T* dsum, T* dx,
+                            float* rstd, int64_t rows, int64_t cols, float eps, int64_t weighting,
                             int threads) {
-  f32x16 offset = splat(unit_offset ? 1.0f : 0.0f);
+  f32x16 offset = splat(weighting == UNIT_OFFSET ? 1.0f : 0.0f);
 #pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
   for (int64_t t = 0; t < rows; t++) {
     int64_t at = t * cols;
@@ -101,7 +110,7 @@ static void rmsnorm_dx_rows(const T* dy, const T* x, const T* weight, const T* d
 // dw: one FMA chain per column, rows ascending, continuing from what dw holds.
 template <class T>
 static void rmsnorm_dw_rows(const T* dy, const T* x, const float* rstd, float* dw, int64_t rows,
-                            int64_t cols, bool unit_offset, int threads) {
+                            int64_t cols, int64_t weighting, int threads) {
   int64_t chunks = (cols + L - 1) / L;
 #pragma omp parallel for num_threads(threads) if (rows * cols > 32768)
   for (int64_t part = 0; part < threads; part++) {
@@ -110,7 +119,7 @@ static void rmsnorm_dw_rows(const T* dy, const T* x, const float* rstd, float* d
       f32x16 r = splat(rstd[t]);
       for (int64_t c = first; c < last; c += L) {
         f32x16 v = mul(load_n(x + t * cols + c, cols - c), r);
-        if (!unit_offset) v = round_to<T>(v);
+        if (weighting == ROUNDED) v = round_to<T>(v);
         v = fma(load_n(dy + t * cols + c, cols - c), v, load_n(dw + c, cols - c));
         store_n(dw + c, v, cols - c);
       }
@@ -271,24 +280,34 @@ static void softcap_all(const float* dy, const float* x, float* y, float cap, in
 
 extern "C" {
 
+// weighting: see Weighting; with WIDE the weight is fp32 whatever the rows are.
 void ZM_EXPORT(rmsnorm)(const void* x, const void* residual, const void* weight, void* y, void* sum,
-                        int64_t rows, int64_t cols, float eps, int64_t unit_offset, int64_t bf16,
+                        int64_t rows, int64_t cols, float eps, int64_t weighting, int64_t bf16,
                         int64_t threads) {
-  ZM_BY_STORAGE(bf16, rmsnorm_rows<T>((const T*)x, (const T*)residual, (const T*)weight, (T*)y,
-                                      (T*)sum, rows, cols, eps, unit_offset, (int)threads));
+  if (bf16 && weighting == ZM_NAMESPACE::WIDE)
+    return ZM_NAMESPACE::rmsnorm_rows((const uint16_t*)x, (const uint16_t*)residual,
+                                      (const float*)weight, (uint16_t*)y, (uint16_t*)sum, rows,
+                                      cols, eps, weighting, (int)threads);
+  ZM_BY_STORAGE(bf16, rmsnorm_rows((const T*)x, (const T*)residual, (const T*)weight, (T*)y,
+                                   (T*)sum, rows, cols, eps, weighting, (int)threads));
 }
 
 // rstd [rows] is scratch; dw may be null, else its chains continue from what it holds.
 void ZM_EXPORT(rmsnorm_backward)(const void* dy, const void* x, const void* weight,
                                  const void* dsum, void* dx, float* dw, float* rstd, int64_t rows,
-                                 int64_t cols, float eps, int64_t unit_offset, int64_t bf16,
+                                 int64_t cols, float eps, int64_t weighting, int64_t bf16,
                                  int64_t threads) {
-  ZM_BY_STORAGE(
-      bf16, rmsnorm_dx_rows<T>((const T*)dy, (const T*)x, (const T*)weight, (const T*)dsum, (T*)dx,
-                               rstd, rows, cols, eps, unit_offset, (int)threads));
+  if (bf16 && weighting == ZM_NAMESPACE::WIDE)
+    ZM_NAMESPACE::rmsnorm_dx_rows((const uint16_t*)dy, (const uint16_t*)x, (const float*)weight,
+                                  (const uint16_t*)dsum, (uint16_t*)dx, rstd, rows, cols, eps,
+                                  weighting, (int)threads);
+  else
+    ZM_BY_STORAGE(bf16, rmsnorm_dx_rows((const T*)dy, (const T*)x, (const T*)weight,
+                                        (const T*)dsum, (T*)dx, rstd, rows, cols, eps, weighting,
+                                        (int)threads));
   if (dw)
     ZM_BY_STORAGE(bf16, rmsnorm_dw_rows<T>((const T*)dy, (const T*)x, rstd, dw, rows, cols,
-                                           unit_offset, (int)threads));
+                                           weighting, (int)threads));
 }
 
 void ZM_EXPORT(rotary)(const void* x, const float* cos, const float* sin, void* y, int64_t rows,

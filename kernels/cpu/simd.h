@@ -49,6 +49,14 @@ static inline mask16 lanes_in(int lo, int hi) {  // lanes lo <= i < hi
   return (mask16)(below_hi & ~below_lo);
 }
 static inline f32x16 select(mask16 m, f32x16 yes, f32x16 no) { return {_mm512_mask_blend_ps(m, no.v, yes.v)}; }
+// Sixteen words of two bf16 each: the high halves, the low halves.
+static inline f32x16 load_high(const uint32_t* p) {
+  __m512i u = _mm512_and_si512(_mm512_loadu_si512(p), _mm512_set1_epi32((int)0xffff0000u));
+  return {_mm512_castsi512_ps(u)};
+}
+static inline f32x16 load_low(const uint32_t* p) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_loadu_si512(p), 16))};
+}
 static inline f32x16 load_bf16(const uint16_t* p) {
   __m256i h = _mm256_loadu_si256((const __m256i*)p);
   return {_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(h), 16))};
@@ -107,6 +115,17 @@ static inline mask16 lanes_in(int lo, int hi) {
 static inline f32x16 select(mask16 m, f32x16 yes, f32x16 no) {
   return {_mm256_blendv_ps(no.a, yes.a, m.a), _mm256_blendv_ps(no.b, yes.b, m.b)};
 }
+static inline f32x16 load_high(const uint32_t* p) {
+  __m256i high = _mm256_set1_epi32((int)0xffff0000u);
+  __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 8));
+  return {_mm256_castsi256_ps(_mm256_and_si256(a, high)),
+          _mm256_castsi256_ps(_mm256_and_si256(b, high))};
+}
+static inline f32x16 load_low(const uint32_t* p) {
+  __m256i a = _mm256_loadu_si256((const __m256i*)p), b = _mm256_loadu_si256((const __m256i*)(p + 8));
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)),
+          _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
+}
 static inline f32x16 load_bf16(const uint16_t* p) {
   __m128i h0 = _mm_loadu_si128((const __m128i*)p), h1 = _mm_loadu_si128((const __m128i*)(p + 8));
   return {_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(h0), 16)),
@@ -163,6 +182,8 @@ static inline mask16 lanes_in(int lo, int hi) {
 }
 static inline f32x16 select(mask16 m, f32x16 yes, f32x16 no) { ZM_EACH(m.v[i] ? yes.v[i] : no.v[i]); }
 static inline float bf16_to_f32(uint16_t h) { uint32_t u = (uint32_t)h << 16; float f; memcpy(&f, &u, 4); return f; }
+static inline f32x16 load_high(const uint32_t* p) { ZM_EACH(bf16_to_f32((uint16_t)(p[i] >> 16))); }
+static inline f32x16 load_low(const uint32_t* p) { ZM_EACH(bf16_to_f32((uint16_t)p[i])); }
 static inline f32x16 load_bf16(const uint16_t* p) { ZM_EACH(bf16_to_f32(p[i])); }
 static inline float round_bf16_1(float x) {
   uint32_t u;

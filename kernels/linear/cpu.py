@@ -14,7 +14,7 @@ Signatures are those of ``kernels/reference/linear.py``. Threads come from
 import torch
 from torch import Tensor
 
-from ..cpu.load import core
+from ..cpu.load import DOTS, VARIANTS, core
 from ..cpu.register import is_bf16, register_core
 from .packs import panels_of
 
@@ -30,14 +30,15 @@ def linear(
     bias_N: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """[T, N] in ``out_dtype``."""
+    """[T, N] in ``out_dtype``; variant ``avx512bf16`` uses the processor's bf16 dot product."""
+    dots = variant == DOTS
     rows, inputs = x_TK.shape
     outputs = weight_NK.shape[0]
     out = torch.empty(rows, outputs, dtype=out_dtype or x_TK.dtype)
-    core(variant).call(
+    core("avx512" if dots else variant).call(
         "gemm", x_TK, is_bf16(x_TK), panels_of(weight_NK),
         None if bias_N is None else bias_N.float().contiguous(),
-        out, is_bf16(out), rows, outputs, inputs, torch.get_num_threads(),
+        out, is_bf16(out), rows, outputs, inputs, dots, torch.get_num_threads(),
     )  # fmt: skip
     return out
 
@@ -97,6 +98,11 @@ def _product(
     return out_MN
 
 
+def forward_variants(storage: str) -> tuple[str, ...]:
+    """Variants of a forward product."""
+    return (*VARIANTS, DOTS) if storage == "bfloat16" else VARIANTS
+
+
 _OPERATIONS = {
     "linear": (linear, "y = round(sum_k x[t, k] W[n, k] + b[n])", SHORT_CHAINS, "inputs k"),
     "linear_grad_input": (
@@ -115,6 +121,7 @@ for _op, (_function, _formula, _order, _axis) in _OPERATIONS.items():
             _function,
             name=f"{_op}.chain",
             storages=(_storage,),
+            variants=forward_variants(_storage) if _op == "linear" else VARIANTS,
             op=_op,
             formula=_formula,
             order=_order.format(axis=_axis),

@@ -101,7 +101,9 @@ def _new_shelf(storage: torch.UntypedStorage, version: int) -> _Shelf:
 
 def _pack(weight_NK: Tensor) -> Tensor:
     outputs, inputs = weight_NK.shape
-    panels = torch.empty(-(-outputs // LANES), inputs, LANES, dtype=torch.float32)
+    groups = -(-outputs // LANES)
+    rows, more = (-(-inputs // 2), groups) if is_bf16(weight_NK) else (inputs, 0)
+    panels = torch.empty(groups * rows * LANES + more, dtype=torch.int32)
     source = weight_NK.detach().contiguous()
     core().call("pack", source, is_bf16(source), outputs, inputs, panels, torch.get_num_threads())
     return panels

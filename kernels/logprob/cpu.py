@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..cpu.load import core
 from ..cpu.register import register_core
-from ..linear.cpu import SHORT_CHAINS, linear
+from ..linear.cpu import SHORT_CHAINS, forward_variants, linear
 
 
 def lm_head(variant: str, h_TH: Tensor, weight_VH: Tensor, bias_V: Tensor | None = None) -> Tensor:
@@ -62,6 +62,7 @@ for _storage, _rtol in (("float32", 1e-4), ("bfloat16", 2e-2)):
         lm_head,
         name="lm_head.chain",
         storages=(_storage,),
+        variants=forward_variants(_storage),
         op="lm_head",
         formula="logits = sum_k h[t, k] W[v, k] + b[v]",
         order=SHORT_CHAINS.format(axis="inputs k"),

@@ -5,9 +5,9 @@
 The mean of squares is taken in 16 fixed lanes and one written tree; square root and division are
 correctly rounded. Rounding points are those of transformers' Llama: the normalised value is
 rounded to storage, then the product with the weight. With ``unit_offset`` there is one rounding,
-at the end. A row's result, and the gradient with respect to it, depend on that row and the weight
-alone. The weight's gradient is one chain over the rows in the order of the call.
-CUDA tensors go to :mod:`.gpu`, whose contract fixes other lanes.
+at the end; :mod:`.wide` has one with the weight itself. A row's result, and the gradient with
+respect to it, depend on that row and the weight alone. The weight's gradient is one chain over the
+rows in the order of the call. CUDA tensors go to :mod:`.gpu`, whose contract fixes other lanes.
 ``kernels/reference/rmsnorm.py`` is the definition; ``pytest tests/kernels/rmsnorm`` exercises it.
 
 Legend: T rows, H width.
@@ -24,8 +24,9 @@ from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
 from . import cpu, gpu
+from .wide import rmsnorm_wide
 
-__all__ = ["rmsnorm", "rmsnorm_backward", "rmsnorm_residual"]
+__all__ = ["rmsnorm", "rmsnorm_backward", "rmsnorm_residual", "rmsnorm_wide"]
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:

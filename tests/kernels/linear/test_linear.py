@@ -5,6 +5,7 @@ import torch
 
 from zeromismatch.kernels import adversarial, bits
 from zeromismatch.kernels.contract import Implementation, implementations
+from zeromismatch.kernels.cpu.load import DOTS, cpu_flags, missing
 from zeromismatch.kernels.errors import ContractError
 from zeromismatch.kernels.linear import contract_id, linear
 from zeromismatch.kernels.reference import linear as reference
@@ -62,6 +63,31 @@ def test_variants_agree_across_cache_blocks_and_pauses_of_the_chain(size, dtype)
     expected = first.run(x, weight, bias)
     for each in others:
         assert bits.equal(each.run(x, weight, bias), expected), each.name
+
+
+@pytest.mark.parametrize("inputs", [64, 129, 400])
+@pytest.mark.parametrize("exponent", [0, -56, -63, -70, -120, 60])
+def test_bf16_products_near_the_ends_of_fp32_have_the_bits_of_their_definition(inputs, exponent):
+    """Subnormal sums, subnormal operands, overflow and NaN: what a dot instruction would flush."""
+    x, weight, _ = operands(9, 20, inputs, torch.bfloat16)
+    x, weight = x * 2.0**exponent, weight * 2.0**exponent
+    x[3, 1], x[5, 2], weight[7, 0] = float("nan"), float("inf"), 2.0**-133
+    expected = reference.linear(x, weight, None, torch.float32)
+    if exponent == -70:
+        assert (expected.abs()[expected != 0] < 2.0**-126).any()
+    for each in usable("linear", torch.bfloat16):
+        found = each.run(x, weight, None, torch.float32)
+        assert bits.equal(found.isnan(), expected.isnan())
+        assert bits.equal(found.nan_to_num(), expected.nan_to_num()), each.name
+
+
+def test_dot_products_serve_only_where_the_processor_rounds_after_each_product():
+    reason = missing(DOTS)
+    names = [each.name for each in usable("linear", torch.bfloat16)]
+    assert (f"core-{DOTS}" in names) == (reason is None)
+    if "avx512_bf16" not in cpu_flags():
+        assert reason == f"this processor cannot run {DOTS} code"
+    assert f"core-{DOTS}" not in [each.name for each in usable("linear", torch.float32)]
 
 
 @pytest.mark.parametrize("inputs", [576, 1536])
