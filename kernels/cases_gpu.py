@@ -8,9 +8,11 @@ Legend: M, N rows and columns of a product, K its reduced axis; T rows, V vocabu
 """
 
 from collections.abc import Iterator
+from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from . import adversarial
 from .contract import Contract
@@ -31,8 +33,8 @@ QUICK_LOGITS = ((1, 1000), (3, 9000), (40, 17))
 FULL_LOGITS = (*QUICK_LOGITS, (7, 4096), (7, 4097), (65, 49152), (5, 151936), (130, 333), (2, 1))
 # lengths, heads, kv heads, D, window, softcap, sinks
 QUICK_SETTINGS = (
+    ((1030, 33), 8, 2, 128, 0, 0.0, False),
     ((1030, 1, 70), 4, 2, 64, 0, 0.0, False),
-    ((300, 33), 8, 2, 128, 0, 0.0, False),
     ((130, 17), 6, 2, 48, 37, 30.0, True),
 )
 FULL_SETTINGS = (
@@ -46,6 +48,29 @@ FULL_SETTINGS = (
     ((1300, 3), 4, 2, 256, 0, 50.0, False),
     ((200, 90), 2, 2, 16, 0, 0.0, False),
 )
+
+
+def stock_gemm(
+    form: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
+) -> Tensor:
+    """What torch runs instead: its library may split the reduced axis, by the shape."""
+    left, right = a.t() if form == "tn" else a, b.t() if form == "nt" else b
+    product = left @ right
+    return (product if bias is None else product + bias).to(out_dtype or a.dtype)
+
+
+def stock_attention(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float, *rest: object
+) -> Tensor:
+    """What torch runs instead, request by request; without windows, caps and sinks."""
+    outs: list[Tensor] = []
+    for start, stop in pairwise(query_start.tolist()):
+        heads = (each[start:stop].transpose(0, 1)[None] for each in (q, k, v))
+        out = functional.scaled_dot_product_attention(
+            *heads, is_causal=True, scale=scale, enable_gqa=True
+        )
+        outs.append(out[0].transpose(0, 1))
+    return torch.cat(outs)
 
 
 def _rows(contract: Contract, rows: int, width: int, seed: int, scale: float = 1.0) -> Tensor:

@@ -151,6 +151,7 @@ def paged_attention_op(
 ) -> tuple[Tensor, Tensor]:
     """(o [T, H, D], lse [H, T])."""
     _certified(q.dtype, "triton-paged")
+    _certified(q.dtype, "triton-alone")
     work = Work(walk_start, split_start, tiles, chunks, few)
     index = (query_start, kv_len, block_table)
     return paged_forward(q, k_cache, v_cache, index, work, (scale, window, softcap, sinks))

@@ -1,8 +1,8 @@
 """Attention's GPU contracts: the definition, and every phase as an implementation of it.
 
-The definition computes each query row alone, as the only row of a decode call. Implementations
-compute the same requests packed (Hopper's kernel, or the walk), whole over shuffled pages, and cut
-into chunks and single rows over pages: equality with the definition is phase invariance.
+The definition computes each query row as a decode request of its own. Implementations compute the
+same requests packed (Hopper's kernel, or the walk) and over shuffled pages, cut into chunks and
+single rows that share a call or have one each: equality with the definition is phase invariance.
 
 Legend: T query rows, H query heads, HK kv heads, D head size, B requests.
 """
@@ -70,9 +70,8 @@ def over_pages(
     out = torch.empty_like(q)
     settings: Settings = (scale, window, softcap, sinks)
     for group in [[span] for span in spans] if alone else [spans]:
-        rows = torch.cat(
-            [torch.arange(base + a, base + b, device=q.device) for _, base, a, b in group]
-        )
+        rows = torch.cat([torch.arange(base + a, base + b) for _, base, a, b in group])
+        rows = rows.to(q.device)
         counts = torch.tensor([0] + [b - a for _, _, a, b in group], device=q.device)
         batch = AttentionBatch(
             counts.cumsum(0).to(torch.int32),
@@ -112,9 +111,9 @@ def reference(
     softcap: float = 0.0,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """The definition on this architecture: each query row alone, as the only row of a call."""
+    """The definition on this architecture: each query row decoded over pages."""
     every = tuple(range(int(query_start.diff().max())))
-    return over_pages(every, True, q, k, v, query_start, scale, window, softcap, sinks)
+    return over_pages(every, False, q, k, v, query_start, scale, window, softcap, sinks)
 
 
 def reference_grad(
@@ -146,6 +145,7 @@ CONTRACTS = register_gpu(
         "gluon-hopper": partial(packed, True),
         "triton-walk": partial(packed, False),
         "triton-paged": partial(over_pages, (1, 40, 41, 1000), False),
+        "triton-alone": partial(over_pages, (3, 999, 1000), True),
     },
     name=f"attention.split{SPLIT}",
     op="attention",

@@ -6,6 +6,7 @@ neighbouring pairs, then the W / VEC group sums as a tree of halves (i with i + 
 + n / 4, ...).
 
     row_sum(v[R, W], R, W, VEC) -> [R]
+    fold_rows(v[N, W], N, W) -> [1, W]             halves of the rows
     tile_sum(v[R * N, W], R, N, W, VEC) -> [R]     blocks b and b + N / 2 first, down to 4;
         row_sum; then halves
 
@@ -57,6 +58,24 @@ def row_sum(v, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
 def _fold(v, R: tl.constexpr, N: tl.constexpr, W: tl.constexpr):
     low, high = tl.split(tl.permute(tl.reshape(v, (R, 2, N // 2, W)), (0, 2, 3, 1)))
     return tl.reshape(low + high, (R * (N // 2), W))
+
+
+@triton.jit
+def fold_rows(v, N: tl.constexpr, W: tl.constexpr):
+    """[N, W] -> [1, W]: row i with i + N / 2, and so on; N a power of two up to 64."""
+    if N >= 64:
+        v = _fold(v, 1, 64, W)
+    if N >= 32:
+        v = _fold(v, 1, 32, W)
+    if N >= 16:
+        v = _fold(v, 1, 16, W)
+    if N >= 8:
+        v = _fold(v, 1, 8, W)
+    if N >= 4:
+        v = _fold(v, 1, 4, W)
+    if N >= 2:
+        v = _fold(v, 1, 2, W)
+    return v
 
 
 @triton.jit

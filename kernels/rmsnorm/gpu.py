@@ -19,14 +19,20 @@ from ..errors import ContractError
 from ..gpu.device import aligned, require
 from ..gpu.register import register_gpu, serving
 
-DW_ROWS, DW_FAN = 64, 32
+PART_LANES, SLOTS = 32, 32
+_IN_REGISTERS = 16384  # bytes of a row that one warp can hold
 
 
 def _shape(width: int, dtype: torch.dtype) -> dict[str, int]:
     """Lanes W and neighbours VEC define the order, by width and dtype only; R rows per program."""
     vector = 16 // dtype.itemsize
     lanes = min(32 * vector, max(2 * vector, 1 << (width - 1).bit_length()))
-    return {"W": lanes, "VEC": vector, "R": 4 * (32 * vector // lanes)}
+    return {"W": lanes, "VEC": vector, "R": SLOTS if width <= lanes else 4}
+
+
+def _part_rows(width: int) -> int:
+    """Rows of one part of dw: by width only."""
+    return max(16, min(512, 1 << (16384 // max(width, 1)).bit_length()))
 
 
 def forward(
@@ -46,7 +52,9 @@ def forward(
     s = y if residual is None else torch.empty_like(x)
     if rows:
         shape = _shape(width, x.dtype)
-        gpu_kernels.rmsnorm_fwd_kernel[(-(-rows // shape["R"]),)](
+        narrow = width * x.element_size() <= _IN_REGISTERS
+        kernel = gpu_kernels.rmsnorm_row_kernel if narrow else gpu_kernels.rmsnorm_fwd_kernel
+        kernel[(-(-rows // shape["R"]),)](
             x,
             x if residual is None else residual,
             weight,
@@ -82,15 +90,19 @@ def backward(
     dx, dw = torch.empty_like(s), torch.zeros(width, dtype=torch.float32, device=s.device)
     if not rows:
         return dx, dw if initial is None else dw.copy_(initial)
-    shape = _shape(width, s.dtype)
-    r = torch.empty(rows, dtype=torch.float32, device=s.device)
-    gpu_kernels.rmsnorm_bwd_kernel[(-(-rows // shape["R"]),)](
+    shape, part_rows = _shape(width, s.dtype), _part_rows(width)
+    parts = -(-rows // part_rows)
+    part = torch.empty(parts, width, dtype=torch.float32, device=s.device)
+    kernel, shape["ROWS"] = gpu_kernels.rmsnorm_narrow_bwd_kernel, part_rows
+    if width > shape["W"]:
+        kernel, shape["BC"] = gpu_kernels.rmsnorm_bwd_kernel, min(1024, _power(width))
+    kernel[(parts,)](
         s,
         weight,
         dy,
         dy if ds is None else ds,
         dx,
-        r,
+        part,
         rows,
         eps,
         H=width,
@@ -100,32 +112,14 @@ def backward(
         num_warps=4,
         enable_fp_fusion=False,
     )
-    blocks = -(-rows // DW_ROWS)
-    part = torch.empty(blocks, width, dtype=torch.float32, device=s.device)
-    gpu_kernels.rmsnorm_dw_kernel[(blocks, -(-width // 256))](
-        s,
-        dy,
-        r,
-        part,
-        rows,
-        width,
-        ROWS=DW_ROWS,
-        BC=256,
-        OFFSET=unit_offset,
-        num_warps=2,
-        enable_fp_fusion=False,
+    gpu_kernels.rmsnorm_parts_kernel[(-(-width // 32),)](
+        part, dw, parts, width, LANES=PART_LANES, BC=32, num_warps=4
     )
-    while True:
-        groups = -(-blocks // DW_FAN)
-        out = (
-            dw if groups == 1 else torch.empty(groups, width, dtype=torch.float32, device=s.device)
-        )
-        gpu_kernels.column_sum_kernel[(-(-width // 128), groups)](
-            part, out, blocks, width, FAN=DW_FAN, BC=128, num_warps=2
-        )
-        if groups == 1:
-            return dx, dw if initial is None else initial + dw
-        part, blocks = out, groups
+    return dx, dw if initial is None else initial + dw
+
+
+def _power(width: int) -> int:
+    return 1 << (width - 1).bit_length()
 
 
 @torch.library.custom_op("zeromismatch::rmsnorm", mutates_args=())
@@ -260,21 +254,25 @@ def reference_grad(
     dx = r * (g - wide * factor)
     dx = dx if ds is None else dx + ds.float()
     normed = wide * r if unit_offset else (wide * r).to(s.dtype).float()
-    dw = _ascending(dy.float() * normed, DW_ROWS)
-    while dw.shape[0] > 1:
-        dw = _ascending(dw, DW_FAN)
-    total = dw[0] if dw.shape[0] else torch.zeros_like(scale)
+    width = s.shape[1]
+    slots = SLOTS if width <= _shape(width, s.dtype)["W"] else 1
+    blocks = (dy.float() * normed).split(_part_rows(width))
+    parts = [_in_lanes(block, slots) for block in blocks]
+    total = _in_lanes(torch.stack(parts), PART_LANES) if parts else torch.zeros(width)
+    total = total.to(dy.device)
     return dx.to(s.dtype), total if initial is None else initial + total
 
 
-def _ascending(rows: Tensor, size: int) -> Tensor:
-    """Each block of ``size`` rows summed from +0, ascending."""
-    blocks = -(-rows.shape[0] // size)
-    padded = torch.nn.functional.pad(rows, (0, 0, 0, blocks * size - rows.shape[0]))
-    total = torch.zeros(blocks, rows.shape[1], device=rows.device)
-    for row in padded.view(blocks, size, -1).unbind(1):
-        total = total + row
-    return total
+def _in_lanes(rows: Tensor, lanes: int) -> Tensor:
+    """Row i into running sum i % lanes, ascending from +0; then the sums as a tree of halves."""
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, -rows.shape[0] % lanes))
+    total = torch.zeros(lanes, rows.shape[1], device=rows.device)
+    for step in padded.split(lanes):
+        total = total + step
+    while total.shape[0] > 1:
+        half = total.shape[0] // 2
+        total = total[:half] + total[half:]
+    return total[0]
 
 
 def _mean(values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -315,8 +313,8 @@ GRADIENTS = register_gpu(
     name="rmsnorm_grad.lanes",
     op="rmsnorm_grad",
     formula="dx = ds + r (g - s mean(g s) r r), g = dy w; dw = sum over rows of dy round(s r)",
-    order=f"row sums as in the forward; dw in blocks of {DW_ROWS} rows ascending, then "
-    f"{DW_FAN} blocks ascending at a time",
+    order="row sums as in the forward; dw in parts of some rows by the width, ascending (narrow "
+    f"rows: {SLOTS} running sums and a tree), then the parts likewise with {PART_LANES}",
     rounding="fp32 inside, dx once to storage, dw stays fp32; no FMA",
     functions="IEEE division and square root",
     reference="zeromismatch.kernels.rmsnorm.gpu:reference_grad",

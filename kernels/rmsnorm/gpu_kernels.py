@@ -3,18 +3,23 @@
     s  = round(x + residual)                                 (with a residual)
     r  = 1 / sqrt(sum(s * s) / H + eps)                      IEEE division and square root
     y  = round(round(s * r) * w)   or, unit_offset,  y = round((s * r) * (1 + w))
+    dx = r (g - s (sum(g s) / H) r r) (+ ds),  g = dy w;     dw = sum over rows of dy round(s r)
 
-The sum runs in W lanes (one warp's 16-byte loads: 256 for 16-bit types, 128 for fp32, less for a
+Row sums run in W lanes (one warp's 16-byte loads: 256 for 16-bit types, 128 for fp32, less for a
 smaller H): column c goes to lane c % W, columns ascending; then ``row_sum``. The order depends on H
-and dtype alone. dx uses the same order; dw sums tokens ascending inside blocks of ROWS, then FAN
-blocks ascending at a time, level by level. A row is read twice, the second time backwards, so that
-caches still hold it. Legend: M rows, H columns, W lanes, R rows per program.
+and dtype alone. dw adds ROWS rows ascending into a part (narrow rows: SLOTS running sums, row i in
+slot i % SLOTS, then a tree of halves), and the parts in LANES running sums and a tree of halves.
+
+The forward keeps a row in registers; rows too wide for that are read twice, the second time
+backwards, so that caches still hold them. The backward reads rows twice, ROWS of them by one
+program, which makes dw on the way. Legend: M rows, H columns, W lanes, R rows at a time.
 """
 
+# ruff: noqa: RUF005, B007  (Triton has no unpacking in tuples, nor a loop without a name)
 import triton
 import triton.language as tl
 
-from ..gpu.tree import row_sum
+from ..gpu.tree import fold_rows, row_sum
 
 
 @triton.jit
@@ -71,13 +76,12 @@ def rmsnorm_fwd_kernel(
 
 
 @triton.jit
-def rmsnorm_bwd_kernel(
-    s_ptr,
+def rmsnorm_row_kernel(
+    x_ptr,
+    residual_ptr,
     w_ptr,
-    dy_ptr,
-    ds_ptr,
-    dx_ptr,
-    r_ptr,
+    y_ptr,
+    s_ptr,
     M,
     eps,
     H: tl.constexpr,
@@ -87,82 +91,194 @@ def rmsnorm_bwd_kernel(
     RESIDUAL: tl.constexpr,
     OFFSET: tl.constexpr,
 ):
-    """dx = r (g - s (sum(g s) / H) r r) (+ ds), g = dy * w; also keeps r for dw."""
+    """R rows per program, held in registers."""
     rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    dtype = y_ptr.dtype.element_ty
+    N: tl.constexpr = (H + W - 1) // W
+    kept = ()
+    for i in tl.static_range(N):
+        cols = i * W + tl.arange(0, W)
+        mask = (rows < M)[:, None] & (cols < H)[None, :]
+        at = rows[:, None] * H + cols[None, :]
+        x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        if RESIDUAL:
+            other = tl.load(residual_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            x = (x.to(tl.float32) + other.to(tl.float32)).to(dtype)
+        kept = kept + (x,)
+    lanes = tl.zeros((R, W), tl.float32)
+    for i in tl.static_range(N):
+        x = kept[i].to(tl.float32)
+        lanes = lanes + x * x
+    r = _reciprocal(lanes, H, eps, R, W, VEC)
+    for i in tl.static_range(N):
+        cols = i * W + tl.arange(0, W)
+        mask = (rows < M)[:, None] & (cols < H)[None, :]
+        at = rows[:, None] * H + cols[None, :]
+        w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if RESIDUAL:
+            tl.store(s_ptr + at, kept[i], mask=mask, cache_modifier=".cs")
+        y = kept[i].to(tl.float32) * r[:, None]
+        y = y * (1.0 + w) if OFFSET else y.to(dtype).to(tl.float32) * w
+        tl.store(y_ptr + at, y.to(dtype), mask=mask, cache_modifier=".cs")
+
+
+@triton.jit
+def _row_factors(
+    s_ptr,
+    w_ptr,
+    dy_ptr,
+    rows,
+    M,
+    eps,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
+    R: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """(r, sum(g s) / H r r) of R rows."""
     squares = tl.zeros((R, W), tl.float32)
     products = tl.zeros((R, W), tl.float32)
     for first in tl.range(0, H, W, loop_unroll_factor=4):
         cols = first + tl.arange(0, W)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
         at = rows[:, None] * H + cols[None, :]
-        s = tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        s = tl.load(s_ptr + at, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy="evict_last")
         w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
         if OFFSET:
             w = 1.0 + w
-        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32) * w
+        g = dy.to(tl.float32) * w
         squares = squares + s * s
         products = products + g * s
     r = _reciprocal(squares, H, eps, R, W, VEC)
     mean = tl.math.div_rn(row_sum(products, R, W, VEC), tl.zeros((R,), tl.float32) + H)
-    factor = mean * (r * r)
-    for back in tl.range(0, H, W, loop_unroll_factor=4):
-        cols = (H - 1) // W * W - back + tl.arange(0, W)
+    return r, mean * (r * r)
+
+
+@triton.jit
+def _one(values, lanes, index):
+    """The entry at ``index``: a sum of one number and zeros."""
+    return tl.sum(tl.where(lanes == index, values, 0.0), 0)
+
+
+@triton.jit
+def rmsnorm_bwd_kernel(
+    s_ptr,
+    w_ptr,
+    dy_ptr,
+    ds_ptr,
+    dx_ptr,
+    part_ptr,
+    M,
+    eps,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    BC: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """dx of ROWS rows, R at a time, and their part of dw: rows ascending, one column a lane."""
+    block = tl.program_id(0).to(tl.int64)
+    dtype = dx_ptr.dtype.element_ty
+    N: tl.constexpr = (H + BC - 1) // BC
+    lanes = tl.arange(0, R)
+    parts = ()
+    for i in tl.static_range(N):
+        parts = parts + (tl.zeros((BC,), tl.float32),)
+    for first in range(0, ROWS, R):
+        rows = block * ROWS + first + lanes
+        r, factor = _row_factors(s_ptr, w_ptr, dy_ptr, rows, M, eps, H, W, VEC, R, OFFSET)
+        sums = ()
+        for i in tl.static_range(N):
+            cols = i * BC + tl.arange(0, BC)
+            w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
+            if OFFSET:
+                w = 1.0 + w
+            total = parts[i]
+            for j in tl.static_range(R):
+                row = block * ROWS + first + j
+                mask = (cols < H) & (row < M)
+                at = row * H + cols
+                s = tl.load(s_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+                dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+                dy = dy.to(tl.float32)
+                r_j = _one(r, lanes, j)
+                wide = s.to(tl.float32)
+                dx = r_j * (dy * w - wide * _one(factor, lanes, j))
+                if RESIDUAL:
+                    dx += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
+                tl.store(dx_ptr + at, dx.to(dtype), mask=mask, cache_modifier=".cs")
+                normed = wide * r_j
+                if not OFFSET:
+                    normed = normed.to(dtype).to(tl.float32)
+                total += tl.where(mask, dy * normed, 0.0)
+            sums = sums + (total,)
+        parts = sums
+    for i in tl.static_range(N):
+        cols = i * BC + tl.arange(0, BC)
+        tl.store(part_ptr + block * H + cols, parts[i], mask=cols < H)
+
+
+@triton.jit
+def rmsnorm_narrow_bwd_kernel(
+    s_ptr,
+    w_ptr,
+    dy_ptr,
+    ds_ptr,
+    dx_ptr,
+    part_ptr,
+    M,
+    eps,
+    H: tl.constexpr,
+    W: tl.constexpr,
+    VEC: tl.constexpr,
+    R: tl.constexpr,
+    ROWS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """Rows of at most W columns: dx of ROWS rows, R at a time, and R running sums of dw."""
+    block = tl.program_id(0).to(tl.int64)
+    dtype = dx_ptr.dtype.element_ty
+    cols = tl.arange(0, W)
+    w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
+    if OFFSET:
+        w = 1.0 + w
+    total = tl.zeros((R, W), tl.float32)
+    for first in range(0, ROWS, R):
+        rows = block * ROWS + first + tl.arange(0, R)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
         at = rows[:, None] * H + cols[None, :]
         s = tl.load(s_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        if OFFSET:
-            w = 1.0 + w
-        g = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32) * w
+        dy = tl.load(dy_ptr + at, mask=mask, other=0.0).to(tl.float32)
+        g = dy * w
+        r = _reciprocal(s * s, H, eps, R, W, VEC)
+        mean = tl.math.div_rn(row_sum(g * s + 0.0, R, W, VEC), tl.zeros((R,), tl.float32) + H)
+        factor = mean * (r * r)
         dx = r[:, None] * (g - s * factor[:, None])
         if RESIDUAL:
             dx += tl.load(ds_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(dx_ptr + at, dx.to(dx_ptr.dtype.element_ty), mask=mask)
-    tl.store(r_ptr + rows, r, mask=rows < M)
-
-
-@triton.jit
-def rmsnorm_dw_kernel(
-    s_ptr,
-    dy_ptr,
-    r_ptr,
-    part_ptr,
-    M,
-    H,
-    ROWS: tl.constexpr,
-    BC: tl.constexpr,
-    OFFSET: tl.constexpr,
-):
-    """One block of ROWS tokens, ascending, for BC columns."""
-    block = tl.program_id(0)
-    cols = tl.program_id(1) * BC + tl.arange(0, BC)
-    mask = cols < H
-    acc = tl.zeros((BC,), tl.float32)
-    for i in tl.range(0, ROWS, loop_unroll_factor=8):
-        row = (block * ROWS + i).to(tl.int64)
-        live = mask & (row < M)
-        s = tl.load(s_ptr + row * H + cols, mask=live, other=0.0)
-        r = tl.load(r_ptr + row, mask=row < M, other=0.0)
-        n = s.to(tl.float32) * r
+        tl.store(dx_ptr + at, dx.to(dtype), mask=mask)
+        normed = s * r[:, None]
         if not OFFSET:
-            n = n.to(s.dtype).to(tl.float32)
-        acc += tl.load(dy_ptr + row * H + cols, mask=live, other=0.0).to(tl.float32) * n
-    tl.store(part_ptr + block.to(tl.int64) * H + cols, acc, mask=mask)
+            normed = normed.to(dtype).to(tl.float32)
+        total += tl.where(mask, dy * normed, 0.0)
+    part = tl.reshape(fold_rows(total, R, W), (W,))
+    tl.store(part_ptr + block * H + cols, part, mask=cols < H)
 
 
 @triton.jit
-def column_sum_kernel(part_ptr, out_ptr, num_blocks, H, FAN: tl.constexpr, BC: tl.constexpr):
-    """FAN blocks ascending into one, one column per lane."""
+def rmsnorm_parts_kernel(part_ptr, out_ptr, num_parts, H, LANES: tl.constexpr, BC: tl.constexpr):
+    """Parts of dw, part i in lane i % LANES, ascending; then the lanes as a tree of halves."""
     cols = tl.program_id(0) * BC + tl.arange(0, BC)
-    first = tl.program_id(1) * FAN
-    acc = tl.zeros((BC,), tl.float32)
-    for i in tl.static_range(FAN):
-        block = (first + i).to(tl.int64)
-        acc += tl.load(
-            part_ptr + block * H + cols, mask=(cols < H) & (first + i < num_blocks), other=0.0
-        )
-    tl.store(
-        out_ptr + tl.program_id(1).to(tl.int64) * H + cols,
-        acc.to(out_ptr.dtype.element_ty),
-        mask=cols < H,
-    )
+    lanes = tl.arange(0, LANES)
+    total = tl.zeros((LANES, BC), tl.float32)
+    for first in tl.range(0, num_parts, LANES, loop_unroll_factor=4):
+        part = (first + lanes).to(tl.int64)
+        mask = (part < num_parts)[:, None] & (cols < H)[None, :]
+        total += tl.load(part_ptr + part[:, None] * H + cols[None, :], mask=mask, other=0.0)
+    tl.store(out_ptr + cols, tl.reshape(fold_rows(total, LANES, BC), (BC,)), mask=cols < H)

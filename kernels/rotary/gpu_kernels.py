@@ -44,7 +44,7 @@ def rotary_kernel(
         y1 = x1 * c1 + x2 * s2
         y2 = x2 * c2 - x1 * s1
     else:
-        y1 = x1 * c1 + (-x2) * s1
+        y1 = x1 * c1 - x2 * s1  # unary minus is 0 - x to Triton: another sign of zero
         y2 = x2 * c2 + x1 * s2
     dtype = y_ptr.dtype.element_ty
     tl.store(y_ptr + y_at, y1.to(dtype), mask=mask)

@@ -69,12 +69,11 @@ def products() -> None:
     )
 
 
-def row_operators() -> None:
-    x, w, dy = torch.randn(11, 300), torch.randn(300), torch.randn(11, 300)
+def norms(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> None:
     y, s = rmsnorm.forward(x, w, 1e-6, True, dy)
     near(y, rmsnorm.reference(s, w, 1e-6, True), 1e-6)
     leaf, weight = x.clone().requires_grad_(), w.clone().requires_grad_()
-    torch.nn.functional.rms_norm(leaf, (300,), weight, 1e-6).backward(dy)
+    torch.nn.functional.rms_norm(leaf, (w.numel(),), weight, 1e-6).backward(dy)
     for mine, true in zip(rmsnorm.backward(dy, x, w, 1e-6), (leaf.grad, weight.grad), strict=True):
         near(mine, true, 1e-5)
     for mine, true in zip(
@@ -83,6 +82,12 @@ def row_operators() -> None:
         strict=True,
     ):
         near(mine, true, 1e-5)
+
+
+def row_operators() -> None:
+    for width in (100, 300):
+        norms(torch.randn(37, width), torch.randn(width), torch.randn(37, width))
+    x, dy = torch.randn(11, 300), torch.randn(11, 300)
     heads, angle = torch.randn(5, 3, 20), torch.randn(5, 12)
     near(
         rotary.rotate(heads, angle, angle.flip(1)),
