@@ -3,8 +3,8 @@
     draw((Line(name="reward", values=(0.4, 0.5, 0.7)),), title="Reward")
 
 More updates than fit are binned: by the mean on a linear scale, by the worst value on a logarithmic
-one, where the peak matters. A logarithmic scale cannot show 0; such values lie on the floor, and
-the drawing says how many there were. Colours are classes, which the themes name.
+one, where the peak matters. A logarithmic scale spans seven decades at most; 0 and what is smaller
+lie on its floor, and the drawing says how many there are. Colours are classes, named by the themes.
 """
 
 import math
@@ -15,6 +15,7 @@ from .records import Record
 
 MAX_POINTS = 220
 NUM_TICKS = 4
+DECADES = 7
 LEFT, RIGHT, TOP, BOTTOM = 58.0, 8.0, 8.0, 20.0
 
 
@@ -98,7 +99,7 @@ def draw(
         for tone, line in enumerate(lines)
     ]
     ticks = ticks_of(low, high, logarithmic=logarithmic)
-    zeros = sum(value <= 0 for value in values) if logarithmic else 0
+    below = sum(value < low for value in values) if logarithmic else 0
     return CurveDrawing(
         title=title,
         width=width,
@@ -111,7 +112,7 @@ def draw(
             for update in sorted({0, (updates - 1) // 2, updates - 1})
         ),
         summary=_summary(lines, title),
-        note=f"{zeros:,} values of 0 lie on the floor" if zeros else "",
+        note=f"{below:,} values of 0 or below {short(low)} lie on the floor" if below else "",
     )
 
 
@@ -122,7 +123,8 @@ def scale_of(values: Sequence[float], *, logarithmic: bool) -> tuple[float, floa
         room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
         return low - room, high + room
     positive = [value for value in values if value > 0] or [1.0]
-    low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)))
+    high = math.ceil(math.log10(max(positive)))
+    low = max(math.floor(math.log10(min(positive))), high - DECADES)
     return 10.0**low, 10.0 ** max(high, low + 1)
 
 

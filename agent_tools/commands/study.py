@@ -51,8 +51,15 @@ def study(
         numbers = tuple(int(seed) for seed in seeds.split(","))
     except ValueError as error:
         raise UsageError(f"--seeds is {seeds!r}; give numbers, such as 0,1,2") from error
-    small = {"groups": 2, "updates": min(updates, 16)} if quick else {"updates": updates}
-    settings = Settings(task=task, lag=lag, learning_rate=rate, seeds=numbers, dtype=dtype, **small)
+    settings = Settings(
+        task=task,
+        updates=min(updates, 16) if quick else updates,
+        groups=min(groups, 2) if quick else groups,
+        lag=lag,
+        learning_rate=rate,
+        seeds=numbers,
+        dtype=dtype,
+    )
     entries = chosen_entries([name for name in (only or "").split(",") if name])
     folder = out or new_folder("study")
     with stages() as progress:
