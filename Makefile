@@ -13,7 +13,7 @@ LINTED := kernels model_recipes trainer agent_tools tests benchmarks setup.py
 
 help:
 	@echo "make install  create .venv with all that zm needs on a CPU"
-	@echo "make demo     a real model on this CPU: red, located, fixed, green, recipe, report"
+	@echo "make demo     a real model on this CPU: red, located, fixed, green, recipe, trained, report"
 	@echo "make test     the whole test suite"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    kernels beside stock torch, medians of one run"
@@ -31,8 +31,12 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE) $(wildcard $(MCP_CHECK
 	$(BIN)/zm doctor
 	@touch $@
 
+# A folder of its own each time: zm writes over nothing.
+demo: DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: install
-	$(BIN)/zm align smollm2-135m --rollout paged
+	$(BIN)/zm align smollm2-135m --rollout paged --out $(DEMO)
+	$(BIN)/zm train $(DEMO)/recipe --task even --updates 6 --lag 2 --learning-rate 1e-5 \
+		--out $(DEMO)/training
 
 # Two processes with one thread each (tests/conftest.py): faster than one with two, on two cores.
 test: install

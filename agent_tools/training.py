@@ -8,6 +8,7 @@ and this is the environment they passed in: the trainer starts for no other. The
 """
 
 import math
+import shlex
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -28,6 +29,7 @@ from ..trainer.tasks.catalogue import task_named
 from .recipe import environment_of
 from .recipe_verify import RecordedCommand, check_itself, recorded_command
 from .records import Record
+from .training_report import write_training_page
 
 WINDOW = 20
 Progress = Callable[[str], None]
@@ -47,6 +49,7 @@ class Training(Record):
     status: Literal["pass", "fail"]
     reason: str
     folder: str
+    report: str
     export: str
     weights_root: str
     updates: int
@@ -118,10 +121,12 @@ def start(
 
         outcome = train(setup, folder, resume=resume, sink=sink, model=model)
     records = read_journal(folder)
+    page = write_training_page(folder, command=shlex.join(["zm", "train", "--resume", str(folder)]))
     return _summed_up(
         records,
         config,
         folder=str(folder),
+        report=str(page),
         export=str(outcome.export),
         weights_root=outcome.weights_root,
         resumed_at=outcome.resumed_at,

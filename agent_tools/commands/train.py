@@ -90,6 +90,7 @@ def train_text(found: "Training") -> list[object]:
         table(["", ""], rows),
         f"{found.status.upper()}: {found.reason}",
         f"Run: {found.folder}",
+        f"Report: {found.report}",
         f"Model: {found.export}",
         *found.notes,
         f"{found.seconds:.1f} s",

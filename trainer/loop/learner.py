@@ -174,15 +174,17 @@ class Learner:
             gradient = self.accumulators.gradient(name)
             if gradient is None:
                 gradient = torch.zeros_like(master)
-            where = bits.nonfinite(gradient)
-            if where is not None:
+            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+            if not math.isfinite(norm):
+                where = bits.nonfinite(gradient)
+                assert where is not None  # fp32 squares fit into fp64
                 raise NonFiniteError(
                     f"update {self.version}: the gradient of {name}{list(where)} is "
                     f"{float(gradient[where])}; nothing was applied: lower the learning rate and "
                     "resume from the last checkpoint"
                 )
             master.grad = gradient
-            squares.append(float(gradient.double().square().sum()))
+            squares.append(norm * norm)
         norm = math.sqrt(math.fsum(squares))
         limit = self.config.max_gradient_norm
         if limit is not None and norm > limit:

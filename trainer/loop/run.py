@@ -14,6 +14,7 @@ run that was never interrupted, in free mode without losing a group that had arr
 
 import contextlib
 import copy
+import json
 import random
 import threading
 import time
@@ -24,7 +25,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ...kernels.errors import CapabilityError, MisalignedError
+from ...kernels.errors import CapabilityError, MisalignedError, NonFiniteError
+from ...kernels.files import replace_whole
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
 from ...model_recipes.state import named_state
@@ -37,11 +39,13 @@ from .folder import RunFolder
 from .hosts import HOSTS, Host, ThreadHost, WorkerDied
 from .learner import Learner
 from .records import Loss, Task, Trajectory, UpdateFacts
+from .trajectories import to_json
 from .worker import Generated, WorkerSpec
 
 if TYPE_CHECKING:
     from ..fsdp.learner import ShardedLearner
 
+DUMP = "stopped.json"
 RESTARTS = 3
 """How often one claim may lose its worker before the run gives up."""
 
@@ -167,6 +171,8 @@ class _Run:
 
     def to_the_end(self, sink: Sink) -> None:
         """All updates that are left."""
+        if self.learner.version >= self.config.updates:
+            return
         with self._producers():
             while self.learner.version < self.config.updates:
                 sink(self._update())
@@ -194,9 +200,12 @@ class _Run:
         waited = time.perf_counter() - began
         trajectories = [each for group in groups for each in group.trajectories]
         self._check_lag(update, trajectories)
-        step = self.learner.step(
-            self._dealt(update, trajectories), old_of(groups) if self.needs_old else None
-        )
+        trajectories = self._dealt(update, trajectories)
+        try:
+            step = self.learner.step(trajectories, old_of(groups) if self.needs_old else None)
+        except NonFiniteError:
+            self._dump(update, trajectories)
+            raise
         audit = audit_of(groups, step.batch, step.logp)
         if config.require_zero:
             require_zero(audit, update)
@@ -235,6 +244,11 @@ class _Run:
                 f"update {update} holds a token of version {oldest}, older than the cap of "
                 f"{self.config.lag}; please report this: the work buffer should not allow it"
             )
+
+    def _dump(self, update: int, trajectories: Sequence[Trajectory]) -> None:
+        """What the stopped update was about: ids, versions, recorded logprobs, rewards."""
+        found = {"update": update, "trajectories": [to_json(each) for each in trajectories]}
+        replace_whole(self.folder.path / DUMP, json.dumps(found) + "\n")
 
     def _dealt(self, update: int, trajectories: list[Trajectory]) -> list[Trajectory]:
         """The trajectories, their rewards at random where that control is asked for."""

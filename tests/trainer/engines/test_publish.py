@@ -1,5 +1,6 @@
 """New weights arrive in place, complete, and invalidate every state computed before."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,8 +9,18 @@ import torch
 from zeromismatch.kernels.errors import NonFiniteError, ScheduleError, UsageError
 from zeromismatch.model_recipes.models import load_model
 from zeromismatch.model_recipes.state import state_digest, weights_root
-from zeromismatch.trainer.engines.base import Hit, Policy, Publish, Schedule, Slice, Step
+from zeromismatch.trainer.engines.base import (
+    Hit,
+    Policy,
+    Publish,
+    Sampling,
+    Scenario,
+    Schedule,
+    Slice,
+    Step,
+)
 from zeromismatch.trainer.engines.build import make_engine
+from zeromismatch.trainer.engines.legal import legal
 
 
 @pytest.fixture
@@ -130,3 +141,45 @@ def test_tied_tensor_may_come_under_both_names_and_versions_must_rise(
     paged.publish(both, version=2)
     with pytest.raises(UsageError, match="does not exceed the installed version 2"):
         paged.publish(both, version=2)
+
+
+@pytest.mark.parametrize("policy", [Policy(), Policy(max_step_tokens=40, num_pages=13)])
+def test_weights_that_arrive_while_sampling_draw_the_rest_and_nothing_older_is_reused(
+    paged: Any, new_weights: Any, requests: Any, policy: Policy
+) -> None:
+    prompts = [
+        replace(r, sampling=Sampling(seed=i, max_new_tokens=9)) for i, r in enumerate(requests)
+    ]
+    asked = 0
+
+    def between() -> Publish | None:
+        nonlocal asked
+        asked += 1
+        return paged.stage(new_weights, 1) if asked == 6 else None
+
+    old = make_engine("packed", load_model("tiny:llama"), "aligned")
+    run = paged.generate(prompts, policy, between=between)
+    new = make_engine("packed", paged.loaded, "aligned", instrument=paged.instrument)
+    assert not legal(run.executed, paged.state_specs(), run.requests)
+    assert sum(isinstance(event, Publish) for event in run.executed.events) == 1
+    assert {sample.version for sample in run.samples} == {0, 1}
+    scored = {
+        version: {
+            (sample.request, sample.position): sample.logprob_bits
+            for sample in engine.run(
+                Scenario(
+                    model="", plan="", requests=run.requests,
+                    schedule=engine.schedule("batched", run.requests),
+                )
+            ).samples
+        }
+        for version, engine in ((0, old), (1, new))
+    }  # fmt: skip
+    for sample in run.samples:
+        key = (sample.request, sample.position)
+        assert sample.logprob_bits == scored[sample.version][key]
+        assert sample.logprob_bits != scored[1 - sample.version][key]
+    for request in prompts:
+        versions = [sample.version for sample in run.samples if sample.request == request.id]
+        assert versions == sorted(versions)
+        assert len(versions) == 9

@@ -33,12 +33,12 @@ def lags(one: UpdateFacts) -> torch.Tensor:
     return one.batch.version - one.batch.versions
 
 
-@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize("lag", [0, 2])
 def test_after_warm_up_every_token_is_exactly_as_old_as_the_cap_and_the_kernel_term_is_zero(
     lag: int, fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    outcome, facts = run(setup_of(lag=lag, updates=6, audit=4), tmp_path, fresh())
-    assert outcome.version == len(facts) == 6
+    outcome, facts = run(setup_of(lag=lag, updates=5, audit=4), tmp_path, fresh())
+    assert outcome.version == len(facts) == 5
     for update, one in enumerate(facts):
         assert set(lags(one).tolist()) == {min(update, lag)}
         assert len(one.audit.mu) == len(one.batch.mu)
@@ -53,15 +53,15 @@ def test_after_warm_up_every_token_is_exactly_as_old_as_the_cap_and_the_kernel_t
 def test_several_workers_and_another_split_give_the_bits_of_one(
     fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    one, _ = run(setup_of(lag=2, updates=4), tmp_path / "one", fresh())
-    many, _ = run(setup_of(lag=2, updates=4, workers=2, max_rows=24), tmp_path / "two", fresh())
+    one, _ = run(setup_of(lag=2, updates=3), tmp_path / "one", fresh())
+    many, _ = run(setup_of(lag=2, updates=3, workers=2, max_rows=24), tmp_path / "two", fresh())
     assert one.weights_root == many.weights_root
-    other, _ = run(setup_of(lag=1, updates=4), tmp_path / "other", fresh())
+    other, _ = run(setup_of(lag=1, updates=3), tmp_path / "other", fresh())
     assert other.weights_root != one.weights_root
 
 
 def test_free_running_keeps_to_the_cap(fresh: Fresh, setup_of: SetupOf, tmp_path: Path) -> None:
-    _, facts = run(setup_of(lag=2, updates=8, mode="free"), tmp_path, fresh())
+    _, facts = run(setup_of(lag=2, updates=6, mode="free"), tmp_path, fresh())
     for one in facts:
         assert 0 <= int(lags(one).min()) <= int(lags(one).max()) <= 2
         assert bits.equal(one.audit.mu, one.audit.logp)
