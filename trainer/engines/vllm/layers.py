@@ -69,10 +69,11 @@ class AlignedRotary(RotaryEmbedding):
 
     def fill_table(self, parameters: Any) -> None:
         """The table as the trainer makes it, for every position that the model has."""
-        inv_freq = frequencies(parameters, self.rotary_dim)
-        assert inv_freq is not None
-        table = kernel("rotary_table").rotary_table
-        cos, sin = table(inv_freq, torch.arange(self.max_position_embeddings), 1.0)
+        with torch.device("cpu"):  # vLLM builds models under another default device
+            inv_freq = frequencies(parameters, self.rotary_dim)
+            assert inv_freq is not None
+            table = kernel("rotary_table").rotary_table
+            cos, sin = table(inv_freq, torch.arange(self.max_position_embeddings), 1.0)
         device = self.cos_sin_cache.device
         self.register_buffer("aligned_cos", cos.to(device), persistent=False)
         self.register_buffer("aligned_sin", sin.to(device), persistent=False)
@@ -143,6 +144,8 @@ def _align_weights(layer: Any) -> str | None:
         if isinstance(layer, LinearBase)
         else (UnquantizedEmbeddingMethod, AlignedEmbeddingMethod)
     )
+    if type(layer.quant_method) is ours:
+        return None  # a tied head is the embedding once more
     if type(layer.quant_method) is not own:
         return f"weights of {type(layer.quant_method).__name__}"
     layer.quant_method.__class__ = ours

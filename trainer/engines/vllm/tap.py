@@ -61,10 +61,11 @@ class Tap:
         self._final: tuple[Tensor, list[tuple[str, int]]] | None = None
         self._logits: Tensor | None = None
         self._table_shown = False
+        self._layer = ""
         self._undo: list[Callable[[], object]] = []
         self._layers = [path for path, m in model.named_modules() if path.endswith(".self_attn")]
         self._hook(model, self._begin, None)
-        for path, module in model.named_modules(remove_duplicate=False):
+        for path, module in model.named_modules():
             self._watch(path, module)
         self._watch_sampler(runner.sampler)
 
@@ -89,10 +90,11 @@ class Tap:
             self._hook(module, self._save, lambda m, given, out: self._norm(path, m, out))
         elif name == "embed_tokens":
             self._hook(module, None, lambda m, given, out: self._see(
-                path, {"ids": given[0].long().long()}, out, weights=(f"{path}.weight",)))  # fmt: skip
-        elif name == "rotary_emb":
-            layer = path.rpartition(".")[0]
-            self._hook(module, self._save, lambda m, given, out: self._rotary(layer, m, out))
+                path, {"ids": given[0].long()}, out, weights=(f"{path}.weight",)))  # fmt: skip
+        elif name == "self_attn":
+            self._hook(module, lambda *_: self._enter(path), None)
+        elif name == "rotary_emb":  # one module for all layers
+            self._hook(module, self._save, lambda m, given, out: self._rotary(m, out))
         elif isinstance(module, Attention):
             self._hook(module, self._save, lambda m, given, out: self._attention(path, m, out))
         elif name == "act_fn":
@@ -202,7 +204,10 @@ class Tap:
             return f"{layers[-1]}#add_1"
         return f"{layers[layers.index(path.rpartition('.')[0]) - 1]}#add_1"
 
-    def _rotary(self, layer: str, module: Any, out: tuple[Tensor, Tensor]) -> Any:
+    def _enter(self, layer: str) -> None:
+        self._layer = layer
+
+    def _rotary(self, module: Any, out: tuple[Tensor, Tensor]) -> Any:
         positions, *given = self._saved.pop()
         if isinstance(module, AlignedRotary):
             cos, sin = (t[positions] for t in (module.aligned_cos, module.aligned_sin))
@@ -217,7 +222,7 @@ class Tap:
         for part, x, y in zip(("rotary_q", "rotary_k"), given, out, strict=True):
             by_head = (-1, x.shape[-1] // module.head_size, module.head_size)
             inputs = {"x": x.view(by_head), "cos": cos, "sin": sin}
-            seen = self._see(f"{layer}#{part}", inputs, y.view(by_head))
+            seen = self._see(f"{self._layer}#{part}", inputs, y.view(by_head))
             turned.append(seen.reshape(y.shape))
         return tuple(turned)
 
