@@ -19,7 +19,7 @@ from typing import Literal
 from ..kernels.errors import RecipeError
 from ..model_recipes.apply import find_sites
 from ..model_recipes.models import LoadedModel, load_model
-from ..model_recipes.plan import plan_from
+from ..model_recipes.plan import load_own_kernels, plan_from
 from ..model_recipes.schema import Evidence, Recipe, load_recipe
 from .proof import ProvenClaim, prove
 from .recipe import environment_digest, environment_of
@@ -91,6 +91,7 @@ def verify_recipe(path: Path, *, progress: Progress = lambda stage: None) -> Ver
     command = recorded_command(recipe.evidence[0].command, path)
     progress(f"loading {command.model}")
     model = _load(command)
+    load_own_kernels(path)
     sites = find_sites(model.module)
     plan = plan_from(recipe, sites, model.dtype, model.device, model.identity)
     environment = environment_of(model, plan)

@@ -30,7 +30,7 @@ from .attention import CONTEXT_NAME, AttentionSite, register_names
 from .audit import Audit, probe_inputs
 from .head import Head, find_tail
 from .operators import Installer
-from .plan import STOCK, Plan, check_plan, plan_from, stock_plan
+from .plan import STOCK, Plan, check_plan, load_own_kernels, plan_from, stock_plan
 from .recognise import Operator, first_tensor, recognise
 from .schema import ModelIdentity, Recipe, load_recipe
 from .sites import Site, SiteListener
@@ -144,6 +144,8 @@ class Instrument:
                 experts.install_experts(installer, operator)
             case "rotary_table":
                 operators.install_rotary_table(installer, operator)
+            case "extension":
+                operators.install_extension(installer, operator)
             case "attention":
                 operators.install_rotary(installer, operator)
                 self._install_attention(operator, original)
@@ -285,6 +287,7 @@ def apply(model: nn.Module, recipe: str | Path | Recipe) -> Instrument:
     restarting at 0), or with right-padded ones, and ``use_cache=False``. Raises RecipeError when
     the recipe belongs to another model, dtype or device.
     """
+    load_own_kernels(recipe)
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     plan = plan_from(loaded, (), _dtype(model), _device(model), identify(model))
     stock_attention = plan.rules.get("attention") == STOCK

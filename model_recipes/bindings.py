@@ -16,6 +16,7 @@ import torch
 
 from ..kernels import contract as registry
 from ..kernels.errors import RecipeError, UsageError
+from .extension import contract_of, op_classes
 
 POINTWISE = "pointwise.ieee.v1"
 """One IEEE operation per element, rounded once: the same bits on every device."""
@@ -80,6 +81,8 @@ def aligned_contract(
     """The contract that the registry offers for a class, or None."""
     if op_class in _EXACT:
         return _EXACT[op_class]
+    if op_class in op_classes():
+        return contract_of(op_class, dtype_name(dtype), device_kind(device))
     if op_class not in _KERNELS:
         return None
     kernel(op_class)

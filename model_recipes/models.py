@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from ..kernels.errors import CapabilityError, UsageError
-from . import checkpoint, smollm2, tiny
+from . import checkpoint, custom_code, smollm2, tiny
 from .attention import keep_softcap
 from .schema import ModelIdentity
 from .state import aliases, check_finite, config_digest, state_digest, weights_root
@@ -122,6 +122,8 @@ def load_model(
     tokenizer = None
     if spec.startswith(tiny.PREFIX):
         module = tiny.build(spec, dtype=wanted, seed=seed)
+    elif spec.startswith(custom_code.PREFIX):
+        module = custom_code.load_code_model(spec, dtype=wanted, seed=seed)
     else:
         folder = Path(spec)
         if spec == smollm2.NAME:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels.errors import UncoveredSiteError
 from .bindings import kernel
+from .extension import extension_for, rows_call
 from .plan import STOCK, Plan
 from .recognise import (
     ROTARY_FUNCTIONS,
@@ -155,6 +156,24 @@ def install_activation(installer: Installer, operator: Operator) -> None:
         _require_kernel(site, operator)
         run = getattr(kernel(op_class), function)
     installer.put_unary(operator, "x", site, run)
+
+
+def install_extension(installer: Installer, operator: Operator) -> None:
+    """A module that a recipe's own kernel serves; its inputs are tensors of token rows."""
+    extension = extension_for(operator.module)
+    assert extension is not None
+    site, choice = installer.site(operator.path, extension.op_class)
+    tap, module = installer.tap, operator.module
+    run = rows_call(extension, module, _original(module) if choice == STOCK else None)
+    weights = tensor_names(module, operator.path, installer.names)
+
+    def forward(*tensors: Tensor) -> Tensor:
+        inputs = {f"x{place}": tensor for place, tensor in enumerate(tensors)}
+        if not tap.watching:
+            return run(inputs)
+        return tap.through(site, run, inputs, weights=weights)
+
+    installer.put_forward(module, forward)
 
 
 # Activation -> class of the activation, its kernel, the gated product's kernel.

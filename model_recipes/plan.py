@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..kernels.errors import RecipeError, UncoveredSiteError
 from .bindings import OP_CLASSES, aligned_contract, check_contract, device_kind, dtype_name
+from .extension import is_draft, load_drafts, load_extension, op_classes, own_contracts
 from .sites import Site
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ class Plan(BaseModel):
 
 def stock_plan() -> Plan:
     """What the framework would run, everywhere."""
-    return Plan(name=STOCK, rules=dict.fromkeys(OP_CLASSES, STOCK))
+    return Plan(name=STOCK, rules=dict.fromkeys((*OP_CLASSES, *op_classes()), STOCK))
 
 
 def aligned_plan(
@@ -74,7 +75,8 @@ def aligned_plan(
 ) -> Plan:
     """What the registry offers for a dtype and device; raises where a site's class has nothing."""
     sites = tuple(sites)
-    offered = {op_class: aligned_contract(op_class, dtype, device) for op_class in OP_CLASSES}
+    classes = (*OP_CLASSES, *op_classes())
+    offered = {op_class: aligned_contract(op_class, dtype, device) for op_class in classes}
     kind = f"{dtype_name(dtype)}-{device_kind(device)}"
     bare = sorted({site.op_class for site in sites if offered.get(site.op_class) is None})
     if bare:
@@ -85,6 +87,23 @@ def aligned_plan(
         )
     rules = {op_class: contract for op_class, contract in offered.items() if contract is not None}
     return Plan(name=f"aligned-{kind}", rules=rules)
+
+
+def load_own_kernels(spec: object) -> None:
+    """Load the kernels that a draft or recipe folder brings: before a model's sites are looked for.
+
+    Anything that is no path of one is left alone.
+    """
+    from .schema import load_recipe
+
+    if not isinstance(spec, str | Path) or spec in (STOCK, "aligned") or not Path(spec).exists():
+        return
+    folder = Path(spec)
+    if is_draft(folder):
+        load_drafts(folder)
+        return
+    for own in load_recipe(folder).kernels:
+        load_extension((folder if folder.is_dir() else folder.parent) / own.path)
 
 
 def plan_from(
@@ -114,14 +133,18 @@ def plan_from(
             raise RecipeError(
                 f"plan {str(spec)!r} is neither stock, aligned nor a recipe; check the path"
             )
+        load_own_kernels(spec)
+        if is_draft(Path(spec)):
+            return aligned_plan(dtype, device, sites)
         spec = load_recipe(spec)
     if isinstance(spec, Recipe):
         if identity is not None:
             check_identity(spec, identity)
-        if spec.kernels:
+        missing = [own.contract for own in spec.kernels if own.contract not in own_contracts()]
+        if missing:
             raise RecipeError(
-                f"recipe {spec.name} brings its own kernels, which this version checks "
-                "but does not load; use a version that does"
+                f"recipe {spec.name} brings a kernel for {missing[0]}, which is not loaded; give "
+                "the recipe's folder instead of its content"
             )
         wanted, have = (spec.dtype, spec.device), (dtype_name(dtype), device_kind(device))
         if wanted != have:
@@ -140,7 +163,7 @@ def check_plan(
 ) -> None:
     """Every rule names a contract that serves its class here, every override an existing site."""
     sites = tuple(sites)
-    unknown = sorted(set(plan.rules) - set(OP_CLASSES))
+    unknown = sorted(set(plan.rules) - {*OP_CLASSES, *op_classes()})
     if unknown:
         raise RecipeError(
             f"plan {plan.name} has a rule for {unknown[0]!r}, which is no operator class; "

@@ -20,8 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.errors import UncoveredSiteError
+from .extension import extension_for
 
 Kind = Literal[
+    "extension",
     "linear",
     "lm_head",
     "rmsnorm",
@@ -83,6 +85,8 @@ def _recognise_one(
     kind: Kind
     if child is head:
         kind = "lm_head"
+    elif extension_for(child) is not None:
+        kind = "extension"
     elif type(child) is nn.Linear:
         kind = "linear"
     elif type(child) is nn.Embedding:

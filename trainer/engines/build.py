@@ -13,7 +13,7 @@ from typing import Any
 from ...kernels.errors import UsageError
 from ...model_recipes.apply import find_sites
 from ...model_recipes.models import LoadedModel
-from ...model_recipes.plan import Plan, plan_from
+from ...model_recipes.plan import Plan, load_own_kernels, plan_from
 from ...model_recipes.schema import Recipe
 from .packed import PackedEngine
 from .paged import PagedEngine
@@ -45,6 +45,7 @@ def make_engine(
             f"engine {name} has no setting {unknown[0]!r}; it has {', '.join(allowed) or 'none'}"
         )
     if not isinstance(plan, Plan):
+        load_own_kernels(plan)
         shared = settings.get("instrument")
         sites = shared.sites if shared is not None else find_sites(loaded.module)
         plan = plan_from(plan, sites, loaded.dtype, loaded.device, loaded.identity)
