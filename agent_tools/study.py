@@ -31,6 +31,7 @@ from ..trainer.loop.run import Setup, train
 from ..trainer.losses.catalogue import LOSSES
 from ..trainer.tasks.catalogue import task_named
 from .records import Record
+from .report import write_whole
 from .training import rise
 
 Progress = Callable[[str], None]
@@ -44,6 +45,7 @@ class Entry(Record):
     synchronous: bool = False
 
 
+RESULT = "result.json"
 OURS = "reinforce_zero"
 ALIGNED = (OURS, "synchronous")
 ENTRIES: dict[str, Entry] = {
@@ -69,6 +71,13 @@ class Settings(Record):
     learning_rate: float = Field(default=1e-3, gt=0)
     dtype: DTypeName = "float32"
     seeds: tuple[int, ...] = (0,)
+
+
+class Owner(Record):
+    """Whose folder it is."""
+
+    model: str
+    settings: Settings
 
 
 class Result(Record):
@@ -138,22 +147,29 @@ def run_study(
 ) -> tuple[Study, dict[str, list[UpdateRecord]]]:
     """Run every entry under every seed; returns the study and the first seed's records by entry.
 
-    Each run leaves its ``metrics.jsonl`` in ``out/<entry>-seed<n>/``; weights are deleted.
+    Each run leaves ``metrics.jsonl`` and ``result.json`` in ``out/<entry>-seed<n>/``; weights are
+    deleted. A study that was interrupted goes on: runs with a result are taken as they are, if the
+    folder is this study's.
     """
     from .recipe import environment_of
 
-    began = time.perf_counter()
+    _claim(out, model, settings)
     results: list[Result] = []
     curves: dict[str, list[UpdateRecord]] = {}
-    environment: dict[str, str] = {}
+    first = next(iter(entries.values()))
+    loaded = load_model(model, dtype=settings.dtype)
+    environment = environment_of(loaded, plan_of(first, settings.dtype))
     for seed in settings.seeds:
         for name, entry in entries.items():
             progress(f"{name}, seed {seed}")
-            loaded = load_model(model, dtype=settings.dtype)
-            plan = plan_of(entry, settings.dtype)
-            environment = environment or environment_of(loaded, plan)
             folder = out / f"{name}-seed{seed}"
-            results.append(run_entry(name, entry, loaded, plan, settings, seed, folder))
+            done = folder / RESULT
+            if not done.exists():
+                loaded = load_model(model, dtype=settings.dtype)
+                plan = plan_of(entry, settings.dtype)
+                found = run_entry(name, entry, loaded, plan, settings, seed, folder)
+                write_whole(done, found.model_dump_json(indent=1) + "\n")
+            results.append(Result.model_validate_json(done.read_text(encoding="utf-8")))
             if seed == settings.seeds[0]:
                 curves[name] = read_journal(folder)
     study = Study(
@@ -162,9 +178,18 @@ def run_study(
         entries=dict(entries),
         results=tuple(results),
         environment=environment,
-        seconds=time.perf_counter() - began,
+        seconds=sum(result.seconds for result in results),
     )
     return study, curves
+
+
+def _claim(out: Path, model: str, settings: Settings) -> None:
+    """Make the folder this study's, or find that it is."""
+    text = Owner(model=model, settings=settings).model_dump_json(indent=1) + "\n"
+    file = out / "settings.json"
+    if file.exists() and file.read_text(encoding="utf-8") != text:
+        raise UsageError(f"{out} holds a study with other settings; choose another --out")
+    write_whole(file, text)
 
 
 def plan_of(entry: Entry, dtype: DTypeName) -> Plan:
@@ -207,6 +232,7 @@ def run_entry(
     )
     began, stopped = time.perf_counter(), ""
     work = folder / "run"
+    shutil.rmtree(work, ignore_errors=True)  # an interrupted study's
     with Journal(folder, tensorboard=False) as journal:
 
         def sink(facts: UpdateFacts) -> None:

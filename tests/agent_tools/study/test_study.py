@@ -58,7 +58,21 @@ def test_all_entries_get_the_same_prompts_and_first_weights(found):
 @pytest.mark.slow
 def test_it_leaves_records_and_no_weights(found):
     _, _, out = found
-    assert sorted(path.name for path in out.rglob("*") if path.is_file()) == ["metrics.jsonl"] * 3
+    names = sorted(path.name for path in out.rglob("*") if path.is_file())
+    assert names == ["metrics.jsonl"] * 3 + ["result.json"] * 3 + ["settings.json"]
+
+
+@pytest.mark.slow
+def test_an_interrupted_study_goes_on(found):
+    """Results that are there are not computed again; other settings are refused."""
+    study, _, out = found
+    before = {path: path.stat().st_mtime_ns for path in out.glob("*/metrics.jsonl")}
+    again, _ = run_study("tiny:qwen3", entries=chosen_entries(RAN), settings=SMALL, out=out)
+    assert again.results == study.results
+    assert before == {path: path.stat().st_mtime_ns for path in out.glob("*/metrics.jsonl")}
+    other = SMALL.model_copy(update={"lag": 2})
+    with pytest.raises(UsageError, match="other settings"):
+        run_study("tiny:qwen3", entries=chosen_entries(RAN), settings=other, out=out)
 
 
 @pytest.mark.slow
