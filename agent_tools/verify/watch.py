@@ -34,6 +34,11 @@ START_SECONDS = 120.0
 IDLE_SECONDS, IDLE_WORK_NS = 0.05, 1_000_000
 REQUIRED = ("seccomp", "landlock", "capabilities")
 """Without one of these nothing is verified, unless the caller says so. Namespaces come on top."""
+_HELD = (
+    ("capabilities", "CapEff", "0" * 16),
+    ("no-new-privileges", "NoNewPrivs", "1"),
+    ("seccomp", "Seccomp", "2"),
+)
 _SIGSYS, _SIGXCPU, _SIGKILL = 31, 24, 9
 _SYSTEM = (
     "/usr/lib", "/usr/lib64", "/lib", "/lib64", "/usr/local/lib", "/etc/ld.so.cache",
@@ -159,13 +164,19 @@ class Worker:
         return held.decode().strip()
 
     def seen(self) -> tuple[str, ...]:
-        """Isolation in force, read from /proc by the verifier, not told by the worker."""
-        lines = Path(f"/proc/{self.pid}/status").read_text().splitlines()
-        status = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        """Isolation in force on every thread, read from /proc by the verifier, not told to it.
+
+        Landlock alone does not show there: a worker's word, and a probe in the same run.
+        """
+        threads = [
+            dict(line.split(":\t", 1) for line in text.splitlines() if ":\t" in line)
+            for text in (
+                (task / "status").read_text() for task in Path(f"/proc/{self.pid}/task").iterdir()
+            )
+        ]
         active = ["limits"]
-        active += ["capabilities"] if int(status["CapEff"], 16) == 0 else []
-        active += ["no-new-privileges"] if status.get("NoNewPrivs") == "1" else []
-        active += ["seccomp"] if status.get("Seccomp") == "2" else []
+        for name, field, wanted in _HELD:
+            active += [name] if all(each.get(field) == wanted for each in threads) else []
         active += [] if any("landlock" in each for each in self.missing) else ["landlock"]
         for name in ("user", "net", "pid", "ipc"):
             if os.readlink(f"/proc/{self.pid}/ns/{name}") != os.readlink(f"/proc/self/ns/{name}"):

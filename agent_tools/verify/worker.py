@@ -87,19 +87,21 @@ def _work(settings: dict[str, Any], job: socket.socket, namespaces: str | None) 
         _compile(settings)
     for handle in range(3):
         os.dup2(os.open(os.devnull, os.O_RDWR), handle)
+    gpu = settings["device"] != "cpu"
+    if gpu:
+        os.environ |= {"HOME": settings["folder"], "TRITON_CACHE_DIR": settings["folder"]}
+    missing = [namespaces, *_confined(settings)]
     torch.set_num_threads(settings["threads"])
     if settings["threads"] > 1:
-        torch.ones(1 << 20).mul_(2.0).sum()  # starts torch's pool before threads are counted
+        torch.ones(1 << 20).mul_(2.0).sum()  # torch's pool: threads made now are confined too
+    if gpu:
+        torch.zeros(1, device="cuda").add_(1)  # the driver's threads likewise
     server = serve.Server(settings["device"], settings["pattern"])
-    if settings["device"] != "cpu":
-        torch.zeros(1, device="cuda").add_(1)
-    missing = [namespaces, *_confined(settings)]
     frames.send(job, {"ready": True, "missing": [each for each in missing if each]})
     if settings.get("probe"):
         head, _ = frames.receive(job, most=MOST)
         frames.send(job, {"reached": _probe(settings["probe"]), "token": head["token"]})
         return
-    gpu = settings["device"] != "cpu"
     while True:
         head, body = frames.receive(job, most=MOST)
         if head["do"] == "load":
