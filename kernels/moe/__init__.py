@@ -14,6 +14,7 @@ gradient, and statistics for load balancing are nobody's input here.
 Legend: T tokens, E experts, K slots per token, H width, I inputs, N outputs of an expert.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,11 +23,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..accumulation import chain_of
+from ..contract import Contract
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError, NonFiniteError
-from ..linear import apply_chain, check, scoped
-from . import cpu
+from ..linear import apply_chain, check, linear, scoped
+from . import cpu, gpu
 
 __all__ = ["Routing", "combine", "grouped_linear", "router_logits", "topk", "topk_weights"]
 
@@ -79,6 +81,8 @@ class Routing:
 
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """``x[T, H]`` times ``weight[E, H]`` transposed, fp32 ``[T, E]``; fp32 or bf16 operands."""
+    if x.is_cuda:
+        return linear(x, weight, out_dtype=torch.float32)
     check(x, weight, None, None)
     return apply_chain("router", x, weight, None)
 
@@ -91,7 +95,7 @@ def topk(logits: Tensor, routing: Routing, correction_bias: Tensor | None = None
     """
     _check_logits(logits, routing)
     logits = logits.detach().contiguous()
-    if not bool(torch.isfinite(logits).all()):
+    if not logits.is_cuda and not bool(torch.isfinite(logits).all()):
         row, expert = (~torch.isfinite(logits)).nonzero()[0].tolist()
         raise NonFiniteError(
             f"the router's logit of expert {expert} for row {row} is {logits[row, expert].item()}; "
@@ -104,7 +108,7 @@ def topk(logits: Tensor, routing: Routing, correction_bias: Tensor | None = None
                 f"{tuple(correction_bias.shape)}; take the router's own"
             )
         correction_bias = correction_bias.detach().float().contiguous()
-    run = choose(covering(cpu.TOPK, logits).id).run
+    run = gpu.topk_op if logits.is_cuda else choose(cpu.TOPK[logits.dtype].id).run
     return run(logits, correction_bias, routing.top_k, routing.groups, routing.groups_kept,
                routing.sigmoid)  # fmt: skip
 
@@ -114,9 +118,11 @@ def topk_weights(logits: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
     _check_logits(logits, routing)
     chosen = check_chosen(chosen, len(logits), routing.num_experts)
     logits = logits.contiguous()
+    if logits.is_cuda:
+        return gpu.weights_op(logits, chosen, *_options(routing))
     if torch.is_grad_enabled() and logits.requires_grad:
         return _Weights.apply(logits, chosen, routing)
-    return choose(covering(cpu.WEIGHTS, logits).id).run(logits, chosen, *_options(routing))
+    return choose(cpu.WEIGHTS[logits.dtype].id).run(logits, chosen, *_options(routing))
 
 
 def grouped_linear(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
@@ -125,7 +131,7 @@ def grouped_linear(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     x: ``[T, I]`` (one row for all slots of a token) or ``[T, K, I]``; weight: ``[E, N, I]``, of one
     dtype. An expert without tokens, or with all of them, is an ordinary case.
     """
-    contract = covering(cpu.GROUPED, x)
+    _check_device("grouped_linear", x, weight, contracts=cpu.GROUPED)
     fits = weight.dim() == 3 and x.dim() in (2, 3) and x.shape[-1] == weight.shape[2]
     if not fits or weight.dtype != x.dtype or (x.dim() == 3 and x.shape[1] != chosen.shape[-1]):
         raise ContractError(
@@ -135,23 +141,27 @@ def grouped_linear(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         )
     chosen = check_chosen(chosen, len(x), len(weight))
     x = x.contiguous()
+    if x.is_cuda:
+        return gpu.grouped_op(x, chosen, weight)
     if torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad):
         return _Grouped.apply(x, chosen, weight)
-    return choose(contract.id).run(x, chosen, weight)
+    return choose(cpu.GROUPED[x.dtype].id).run(x, chosen, weight)
 
 
 def combine(y: Tensor, weights: Tensor) -> Tensor:
     """``sum_k weights[t, k] y[t, k]`` in fp32, slots in order, rounded once: ``[T, H]``."""
-    contract = covering(cpu.COMBINE, y)
+    _check_device("combine", y, contracts=cpu.COMBINE)
     if y.dim() != 3 or weights.shape != y.shape[:2] or weights.dtype != torch.float32:
         raise ContractError(
             f"combine needs y [T, K, H] and fp32 weights [T, K], not {tuple(y.shape)} and "
             f"{weights.dtype} {tuple(weights.shape)}; take the weights from topk_weights"
         )
     y, weights = y.contiguous(), weights.contiguous()
+    if y.is_cuda:
+        return gpu.combine_op(y, weights)
     if torch.is_grad_enabled() and (y.requires_grad or weights.requires_grad):
         return _Combine.apply(y, weights)
-    return choose(contract.id).run(y, weights)
+    return choose(cpu.COMBINE[y.dtype].id).run(y, weights)
 
 
 def check_chosen(chosen: Tensor, tokens: int, num_experts: int) -> Tensor:
@@ -165,7 +175,7 @@ def check_chosen(chosen: Tensor, tokens: int, num_experts: int) -> Tensor:
             "these tokens"
         )
     chosen = chosen.to(torch.int64).contiguous()
-    if chosen.numel():
+    if chosen.numel() and not chosen.is_cuda:  # there it would synchronise in every layer
         low, high = int(chosen.min()), int(chosen.max())
         if low < 0 or high >= num_experts:
             raise ContractError(
@@ -184,8 +194,18 @@ def _options(routing: Routing) -> tuple[bool, bool, float, float]:
     return routing.sigmoid, routing.normed, routing.eps, routing.scale
 
 
+def _check_device(
+    op: str, *tensors: Tensor, contracts: Mapping[torch.dtype, Contract]
+) -> None:
+    """Tensors that this operator has a contract for, on the CPU or a GPU."""
+    if tensors[0].is_cuda:
+        gpu.check(op, *tensors)
+    else:
+        covering(contracts, tensors[0])
+
+
 def _check_logits(logits: Tensor, routing: Routing) -> None:
-    covering(cpu.TOPK, logits)
+    _check_device("router logits", logits, contracts=cpu.TOPK)
     if logits.dim() != 2 or logits.shape[1] != routing.num_experts:
         raise ContractError(
             f"router logits must be [T, {routing.num_experts}], not {tuple(logits.shape)}; check "

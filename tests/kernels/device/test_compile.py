@@ -25,6 +25,8 @@ from zeromismatch.kernels.gpu import device, digest  # noqa: E402
 from zeromismatch.kernels.linear import gpu_gemm as linear  # noqa: E402
 from zeromismatch.kernels.linear.gpu_table import FP32, FP32_SMALL, LARGE, REFERENCE, ROWS  # noqa: E402
 from zeromismatch.kernels.logprob import gpu as logprob  # noqa: E402
+from zeromismatch.kernels.moe import gpu as moe  # noqa: E402
+from zeromismatch.kernels.moe import gpu_launch as moe_launch  # noqa: E402
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm  # noqa: E402
 from zeromismatch.kernels.rotary import gpu as rotary  # noqa: E402
 
@@ -148,6 +150,18 @@ def attentions(size, window, softcap, dtype=BF16):
     attention.paged_forward(q, cache.k, cache.v, index, work, settings)
 
 
+def experts(dtype=BF16):
+    z = torch.zeros(5, 64)
+    chosen = moe_launch.topk(z, z[0].clone(), 4, 8, 2, True)
+    weights = moe_launch.topk_weights(z, chosen, True, True, 1e-20, 1.0)
+    moe_launch.topk_weights_grad(weights.clone(), z, chosen, True, True, 1e-20, 1.0)
+    x, weight = torch.zeros(5, 128, dtype=dtype), torch.zeros(64, 96, 128, dtype=dtype)
+    y = moe.grouped_linear(x, chosen, weight)
+    moe.grouped_linear_grad(y, x, chosen, weight)
+    moe.combine(y, weights)
+    moe_launch.combine_grad(torch.zeros(5, 96, dtype=dtype), y, weights)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(monkeypatch, target):
@@ -158,6 +172,7 @@ def test_every_kernel_compiles(monkeypatch, target):
             monkeypatch.setattr(launch, "has_gluon", lambda: False)
         products(whole=target == "sm_90")
         row_operators()
+        experts()
         settings = [(80, 100, 30.0), (48, 0, 0.0, torch.float32)]
         if target == "sm_90":
             settings += [(64, 0, 0.0), (128, 0, 30.0), (256, 0, 0.0)]

@@ -13,16 +13,25 @@ pytest.importorskip("triton")
 HERE = Path(__file__).resolve().parent
 
 
-@pytest.mark.slow
-def test_kernels_compute_their_formulas_under_the_interpreter():
-    source = HERE.parents[2] / "src"
+def interpreted(script: str) -> list[str]:
+    """Lines that a script of this folder prints under the interpreter."""
     run = subprocess.run(
-        [sys.executable, str(HERE / "interpreted.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(source)},
+        [sys.executable, str(HERE / script)],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(HERE.parents[2] / "src")},
         capture_output=True,
         text=True,
         timeout=280,
         check=False,
     )
     assert run.returncode == 0, run.stderr[-2000:]
-    assert run.stdout.split("\n")[:3] == ["products ok", "row_operators ok", "attentions ok"]
+    return run.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_kernels_compute_their_formulas_under_the_interpreter():
+    assert interpreted("interpreted.py")[:3] == ["products ok", "row_operators ok", "attentions ok"]
+
+
+@pytest.mark.slow
+def test_experts_compute_their_formulas_under_the_interpreter():
+    assert interpreted("interpreted_experts.py") == ["experts ok"]
