@@ -107,8 +107,12 @@ class Learner:
         for part in self.engine.micro_batches(requests, max_rows=self.config.max_rows):
             last = first + len(part)
             with self.accumulators.micro_batch():
-                logp = self.engine.logprobs(part)
                 piece = part_of(batch, first, last)
+                if piece.head is None:
+                    logp = self.engine.logprobs(part)
+                else:
+                    logp, beside = self.engine.logprobs_beside(part, piece.head.ids)
+                    piece = replace(piece, head=replace(piece.head, logp=beside))
                 _check_finite(logp, "the learner's logprob", piece, trajectories[first:last])
                 output = self.loss(piece, logp)
                 output.loss.backward()

@@ -44,7 +44,8 @@ class Trajectory:
     what the task said between them. sampled_mask: True where the policy sampled the token. turns:
     (start, stop) of each model turn. logprob_bits, versions: one entry per sampled token, in order:
     the int32 view of its fp32 logprob, and the weight version that drew it. reward: None until it
-    is scored.
+    is scored. head: per sampled token, ids and logprob bits of the likeliest tokens in its place,
+    where a loss asks for them (``heads.py``); else empty.
 
         Trajectory(id="3/0", group=3, prompt=Prompt(tokens=(1, 17)), tokens=(1, 17, 9),
                    sampled_mask=(False, False, True), turns=((2, 3),),
@@ -61,6 +62,7 @@ class Trajectory:
     versions: tuple[int, ...]
     temperature: float
     reward: float | None = None
+    head: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
 
     @property
     def responses(self) -> tuple[tuple[int, ...], ...]:

@@ -113,10 +113,10 @@ class _Run:
     def __init__(self, setup: Setup, folder: RunFolder, model: LoadedModel | None) -> None:
         self.setup, self.config, self.folder = setup, setup.config, folder
         config, loss = setup.config, loss_named(setup.config.loss)
-        if loss.needs_head:
+        if loss.needs_head and config.ranks > 1:
             raise CapabilityError(
-                f"loss {loss.name} needs the rollout's head of the vocabulary, which workers do "
-                "not record; use another loss"
+                f"loss {loss.name} works on the rollout's head of the vocabulary, which a learner "
+                "on several ranks does not compute; use ranks 1"
             )
         base = model or load_model(setup.model, dtype=setup.dtype, seed=setup.model_seed)
         self.copies = {name: _copy(base) for name in ("auditor", "worker")}

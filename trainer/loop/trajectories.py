@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...kernels.errors import NonFiniteError, UsageError
 from ..engines.base import Request, Run, Sampling
-from .records import Batch, Loss, Prompt, Trajectory
+from .records import Batch, Head, Loss, Prompt, Trajectory
 
 
 def seed_of(*parts: object) -> int:
@@ -151,7 +151,21 @@ def batch_of(trajectories: Sequence[Trajectory], *, version: int, loss: Loss) ->
         group=group,
         advantages=loss.advantages(rewards, group),
         num_responses=len(trajectories),
+        head=head_of(trajectories),
     )
+
+
+def head_of(trajectories: Sequence[Trajectory]) -> Head | None:
+    """Ids [N, H] and recorded logprobs of all action tokens; None where none was recorded.
+
+    The learner's logprobs are NaN until it fills them in.
+    """
+    held = [entry for each in trajectories for entry in each.head]
+    if not held:
+        return None
+    mu = torch.tensor([values for _, values in held], dtype=torch.int32).view(torch.float32)
+    ids = torch.tensor([row for row, _ in held])
+    return Head(ids=ids, mu=mu, logp=torch.full_like(mu, float("nan")))
 
 
 def part_of(batch: Batch, first: int, last: int) -> Batch:
@@ -168,6 +182,11 @@ def part_of(batch: Batch, first: int, last: int) -> Batch:
         group=batch.group[rows],
         advantages=batch.advantages[rows],
         old=None if batch.old is None else batch.old[tokens],
+        head=None
+        if batch.head is None
+        else Head(
+            ids=batch.head.ids[tokens], mu=batch.head.mu[tokens], logp=batch.head.logp[tokens]
+        ),
     )
 
 
@@ -195,4 +214,5 @@ def from_json(values: Mapping[str, Any]) -> Trajectory:
         versions=tuple(values["versions"]),
         temperature=values["temperature"],
         reward=values["reward"],
+        head=tuple((tuple(ids), tuple(bits)) for ids, bits in values["head"]),
     )

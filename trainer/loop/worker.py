@@ -28,7 +28,9 @@ from ...model_recipes.plan import Plan
 from ..engines.admission import max_length
 from ..engines.base import Publish
 from ..engines.paged import PagedEngine
+from ..losses.catalogue import loss_named
 from .config import TrainConfig
+from .heads import HeadRecorder
 from .records import Task, Trajectory, TurnTask
 from .trajectories import admit, answered, extended, opened, request_of, seed_of
 from .versions import Versions
@@ -74,6 +76,11 @@ class RolloutWorker:
         self.versions = Versions(spec.versions)
         self.model = model or load_model(spec.model, dtype=spec.dtype, seed=spec.model_seed)
         self.engine = PagedEngine(self.model, spec.plan)
+        self.heads = (
+            HeadRecorder(self.engine.instrument, spec.config.temperature)
+            if loss_named(spec.config.loss).needs_head
+            else None
+        )
         self._install_seconds = 0.0
 
     def generate(self, groups: Sequence[int], version: int) -> Generated:
@@ -108,7 +115,8 @@ class RolloutWorker:
         self.engine.close()
 
     def _install(self, version: int) -> None:
-        if version == self.engine.version:
+        ahead = self.config.partial == "recorded" and self.engine.version > version
+        if version == self.engine.version or ahead:  # it saw a version before the claim did
             return
         began = time.perf_counter()
         self.engine.publish(self.versions.read(version), version)
@@ -132,7 +140,9 @@ class RolloutWorker:
             for each in running
         ]
         newer = self._newer if self.config.partial == "recorded" else None
-        return extended(running, self.engine.generate(requests, between=newer))
+        run = self.engine.generate(requests, observer=self.heads, between=newer)
+        grown = extended(running, run)
+        return grown if self.heads is None else [self.heads.added(each) for each in grown]
 
     def _newer(self) -> Publish | None:
         """The newest published version, staged, if it is newer than the installed one."""

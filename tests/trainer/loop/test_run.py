@@ -33,12 +33,17 @@ def lags(one: UpdateFacts) -> torch.Tensor:
     return one.batch.version - one.batch.versions
 
 
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(
+    ("lag", "updates"),
+    [(0, 3), (2, 5), (8, 10), pytest.param(64, 66, marks=[pytest.mark.slow])],
+)
+@pytest.mark.timeout(600)
 def test_after_warm_up_every_token_is_exactly_as_old_as_the_cap_and_the_kernel_term_is_zero(
-    lag: int, fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+    lag: int, updates: int, fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    outcome, facts = run(setup_of(lag=lag, updates=5, audit=4), tmp_path, fresh())
-    assert outcome.version == len(facts) == 5
+    settings = {"audit": 4, "checkpoint_every": 20, "learning_rate": 1e-4}
+    outcome, facts = run(setup_of(lag=lag, updates=updates, **settings), tmp_path, fresh())
+    assert outcome.version == len(facts) == updates
     for update, one in enumerate(facts):
         assert set(lags(one).tolist()) == {min(update, lag)}
         assert len(one.audit.mu) == len(one.batch.mu)
