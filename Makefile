@@ -34,9 +34,10 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE) $(wildcard $(MCP_CHECK
 # A folder of its own each time: zm writes over nothing.
 demo: DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: install
-	$(BIN)/zm align smollm2-135m --rollout paged --out $(DEMO)
-	$(BIN)/zm train $(DEMO)/recipe --task even --updates 6 --lag 2 --learning-rate 1e-5 \
-		--out $(DEMO)/training
+	$(BIN)/zm align smollm2-135m --rollout paged --out $(DEMO)/smollm2-135m
+	$(BIN)/zm align tiny:qwen3 --out $(DEMO)/tiny-qwen3
+	$(BIN)/zm train $(DEMO)/tiny-qwen3/recipe --task even --updates 40 --lag 2 \
+		--learning-rate 1e-3 --out $(DEMO)/training
 
 # Two processes with one thread each (tests/conftest.py): faster than one with two, on two cores.
 test: install

@@ -17,7 +17,7 @@ on the newest published one.
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -132,7 +132,7 @@ class WorkBuffer(Generic[G]):
     def _may_start(self) -> bool:
         return not self._waiting or self._waiting[-1] // self.groups - self.lag <= self.version
 
-    def _wait(self, ready: "threading._PredicateType", timeout: float, what: str) -> None:  # pyright: ignore
+    def _wait(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
         if not self._changed.wait_for(lambda: self._closed or ready(), timeout):
             raise BudgetError(
                 f"waited {timeout:.0f} s {what}; raise wait_seconds, or look at what the workers do"

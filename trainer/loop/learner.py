@@ -130,10 +130,11 @@ class Learner:
         return named_state(self.model.module)
 
     def state(self) -> dict[str, Tensor]:
-        """Weights, masters and moments by name."""
+        """Weights, moments, and masters where they are not the weights themselves, by name."""
         held = {f"weight/{name}": tensor for name, tensor in self.weights().items()}
         for name, master in self.masters.items():
-            held[f"master/{name}"] = master.detach()
+            if master is not self.parameters[name]:
+                held[f"master/{name}"] = master.detach()
             for key in STATE:
                 value = self.optimiser.state[master].get(key) if self.version else None
                 if value is not None:
@@ -146,22 +147,16 @@ class Learner:
         for name, tensor in self.weights().items():
             tensor.copy_(held[f"weight/{name}"])
         for name, master in self.masters.items():
-            master.copy_(held[f"master/{name}"])
+            if master is not self.parameters[name]:
+                master.copy_(held[f"master/{name}"])
             moments = {key: held[f"{key}/{name}"] for key in STATE if f"{key}/{name}" in held}
             if moments:
                 self.optimiser.state[master] = {k: v.clone() for k, v in moments.items()}
         self.version = version
 
     def save(self, folder: Path) -> None:
-        """Write a checkpoint's content. A tensor under two names (an fp32 weight is its own
-        master) is written twice: safetensors refuses to share."""
-        seen: set[int] = set()
-        plain: dict[str, Tensor] = {}
-        for name, tensor in self.state().items():
-            place = tensor.data_ptr()
-            plain[name] = tensor.clone() if place in seen else tensor.contiguous()
-            seen.add(place)
-        save_file(plain, folder / FILE)
+        """Write a checkpoint's content."""
+        save_file({name: each.contiguous() for name, each in self.state().items()}, folder / FILE)
 
     def restore(self, folder: Path, version: int) -> None:
         """Read what :meth:`save` wrote at ``version``."""

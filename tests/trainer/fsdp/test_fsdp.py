@@ -15,7 +15,7 @@ from zeromismatch.trainer.tasks.even import Even
 
 SMALL = {
     "recipe": "-", "task": "even", "groups": 2, "group_size": 2, "max_new_tokens": 3,
-    "learning_rate": 1e-3, "checkpoint_every": 2, "wait_seconds": 200.0, "lag": 1,
+    "learning_rate": 1e-3, "checkpoint_every": 2, "wait_seconds": 800.0, "lag": 1,
 }  # fmt: skip
 
 
@@ -24,6 +24,7 @@ def config(**changes: object) -> TrainConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_two_ranks_compute_the_bits_of_one_and_resume_bit_for_bit(tmp_path: Path) -> None:
     model = load_model("tiny:qwen3")
     plan = plan_from("aligned", find_sites(model.module), model.dtype, model.device, model.identity)

@@ -61,6 +61,7 @@ def metrics_of(folder: Path) -> list[dict[str, object]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_killed_at_twenty_random_points_the_run_ends_with_the_same_bits(
     fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
