@@ -17,9 +17,9 @@ its sites.
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,9 @@ from .sites import Site, SiteListener
 from .state import config_digest, parameter_names, state_digest, weights_root
 from .tap import Tap
 from .watch import Trail, Uncovered, Watch
+
+if TYPE_CHECKING:
+    from ..kernels.moe import Routing
 
 AttentionMode = Literal["context", "module"]
 
@@ -83,6 +86,15 @@ class Instrument:
     def listener(self, listener: SiteListener | None) -> None:
         self._tap.listener = listener
         self._follow(listener is not None)
+
+    @property
+    def routings(self) -> "Mapping[str, Routing]":
+        """How each router chooses, by the site of its choice; empty without experts."""
+        return cast("Mapping[str, Routing]", self._tap.routings)
+
+    def force(self, choices: Mapping[str, Tensor]) -> None:
+        """Choices ``[T, K]`` by site for the forwards that follow; empty lets routers choose."""
+        self._tap.forced = choices
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """``hidden[T, H]`` -> fp32 logits ``[T, V]`` (site of the LM head, and of its tail)."""

@@ -156,6 +156,8 @@ def install_router(installer: Installer, operator: Operator) -> None:
         )
     )
 
+    tap.routings[choice.name] = routing
+
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x = hidden.reshape(-1, hidden.shape[-1])
         logits = tap.through(

@@ -27,6 +27,7 @@ class Tap:
         self.auditing = False
         self.executed: dict[str, Site] = {}
         self.forced: Mapping[str, Tensor] = {}  # choices by site, one row per token: replayed
+        self.routings: dict[str, object] = {}  # the Routing of every router's choice, by site
         self.batch_shape: tuple[int, int] | None = None
         self.context: object | None = (
             None  # of a forward without an engine; made by its first layer

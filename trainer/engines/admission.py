@@ -1,11 +1,14 @@
 """What an engine refuses before it does any work: requests, layouts, settings it cannot honour."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from ...kernels.errors import CapabilityError, ScheduleError, UsageError
+from ...kernels.moe import Routing
 from .base import Layout, Request, Scenario, Schedule, StateSpec, Step
 from .legal import require_legal
+from .replay import check_forced
 
 
 def max_length(config: Any) -> int:
@@ -20,6 +23,7 @@ def admit(
     state_specs: Sequence[StateSpec],
     *,
     version: int,
+    routings: Mapping[str, Routing] = MappingProxyType({}),
 ) -> Schedule:
     """The schedule of ``scenario`` if this engine may run it; raises otherwise."""
     if scenario.schedule is None:
@@ -36,7 +40,7 @@ def admit(
         raise CapabilityError(
             f"engine {engine} has no setting {', '.join(sorted(scenario.settings))}; leave it out"
         )
-    check_requests(engine, scenario.requests, config)
+    check_requests(engine, scenario.requests, config, routings=routings)
     require_legal(scenario.schedule, state_specs, scenario.requests, version=version)
     for index, event in enumerate(scenario.schedule.events):
         if isinstance(event, Step) and event.mode != "eager":
@@ -48,9 +52,17 @@ def admit(
 
 
 def check_requests(
-    engine: str, requests: Sequence[Request], config: Any, *, generating: bool = False
+    engine: str,
+    requests: Sequence[Request],
+    config: Any,
+    *,
+    generating: bool = False,
+    routings: Mapping[str, Routing] = MappingProxyType({}),
 ) -> None:
-    """Refuse empty, overlong or foreign requests. generating: tokens to come count too."""
+    """Refuse empty, overlong or foreign requests.
+
+    generating: tokens to come count too. routings: choices that the model makes, by site.
+    """
     if not requests:
         raise UsageError("there are no requests; give at least one")
     limit = max_length(config)
@@ -81,8 +93,4 @@ def check_requests(
                 f"{name} wants adapter {request.adapter!r}, and engine {engine} has no adapters; "
                 "merge it into the weights, or set adapter to None"
             )
-        if request.forced:
-            raise CapabilityError(
-                f"{name} forces choices at {', '.join(sorted(request.forced))}, and engine "
-                f"{engine} makes no discrete choices; leave `forced` empty"
-            )
+        check_forced(request, routings, engine)

@@ -6,21 +6,26 @@ way) go through here, so that a generated schedule replays through the very same
 """
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from ...kernels.attention import KVCache
 from ...model_recipes.apply import Instrument
-from .base import Event, Observer, Publish, Step
+from .base import Event, Observer, Publish, Request, Step
 from .paged_batch import PagedBatch, attention_batch
 from .pages import Pages
+from .replay import forced_rows
 from .rows import base_model, row_names, row_tokens
 from .weights import Weights
 
 
 class Execution:
-    """State of one run. ``tokens`` may grow while it goes on."""
+    """State of one run. ``tokens`` may grow while it goes on.
+
+    requests: by id, where they may force choices; none may while generating.
+    """
 
     def __init__(
         self,
@@ -30,6 +35,7 @@ class Execution:
         caches: Sequence[KVCache],
         tokens: Mapping[str, Sequence[int]],
         observer: Observer | None,
+        requests: Mapping[str, Request] = MappingProxyType({}),
     ) -> None:
         self.instrument = instrument
         self.weights = weights
@@ -37,6 +43,7 @@ class Execution:
         self.caches = caches
         self.tokens = tokens
         self.observer = observer
+        self.requests = requests
         self.executed: list[Event] = []
         self.steps = 0
 
@@ -62,6 +69,8 @@ class Execution:
         if self.observer is not None:
             self.observer.begin_rows(self.steps, rows)
         self.steps += 1
+        forced = forced_rows(rows, self.requests, self.instrument.routings, self.device)
+        self.instrument.force(forced)
         return base_model(self.instrument)(
             input_ids=row_tokens(rows, self.tokens).to(self.device),
             position_ids=torch.tensor([positions], device=self.device),

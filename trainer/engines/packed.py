@@ -26,6 +26,7 @@ from ...model_recipes.plan import Plan
 from .admission import admit, check_requests
 from .base import Observer, Request, Run, Sample, Scenario, Schedule, Slice, StateSpec, Step
 from .environment import describe_engine
+from .replay import forced_rows
 from .rows import (
     Target,
     base_model,
@@ -116,7 +117,12 @@ class PackedEngine:
     def run(self, scenario: Scenario, observer: Observer | None = None) -> Run:
         """Score every known token of a schedule whose steps hold whole requests, or starts."""
         schedule = admit(
-            self.name, scenario, self.loaded.config, self.state_specs(), version=self.version
+            self.name,
+            scenario,
+            self.loaded.config,
+            self.state_specs(),
+            version=self.version,
+            routings=self.instrument.routings,
         )
         steps = list(_whole_steps(schedule))
         requests = {request.id: request for request in scenario.requests}
@@ -161,6 +167,21 @@ class PackedEngine:
         batches = self.micro_batches(requests, max_rows=max_rows)
         return torch.cat([self._logprobs(batch, temperature) for batch in batches])
 
+    def logprobs_beside(self, batch: Sequence[Request], ids_NH: Tensor) -> tuple[Tensor, Tensor]:
+        """fp32 [N] of the scored tokens of one micro-batch, and [N, H] of other ids in their place.
+
+        ids: int64 [N, H]. Both with grad, from one forward; the first has the bits of
+        :meth:`logprobs`.
+        """
+        rows, targets, at = self._rows_of(batch)
+        others = ids_NH.shape[1]
+        logp = self.instrument.head_logprob(
+            torch.cat([rows, rows.repeat_interleave(others, dim=0)]),
+            torch.cat([targets, ids_NH.reshape(-1).to(rows.device)]),
+            torch.cat([at, at.repeat_interleave(others)]),
+        )
+        return logp[: len(rows)], logp[len(rows) :].view(-1, others)
+
     def scored(self, requests: Sequence[Request]) -> list[tuple[str, int]]:
         """(request, position) of each scored token: the sampled ones; all where none is marked."""
         return [
@@ -173,7 +194,9 @@ class PackedEngine:
         self, requests: Sequence[Request], *, max_rows: int | None = None
     ) -> list[tuple[Request, ...]]:
         """Consecutive requests in groups of at most ``max_rows`` tokens."""
-        check_requests(self.name, requests, self.loaded.config)
+        check_requests(
+            self.name, requests, self.loaded.config, routings=self.instrument.routings
+        )
         groups: list[list[Request]] = []
         rows = 0
         for request in requests:
@@ -199,16 +222,18 @@ class PackedEngine:
         self.instrument.remove()
 
     def _logprobs(self, batch: Sequence[Request], temperature: float | None) -> Tensor:
+        rows, targets, at = self._rows_of(batch)
+        at = at if temperature is None else torch.full_like(at, temperature)
+        return self.instrument.head_logprob(rows, targets, at)
+
+    def _rows_of(self, batch: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
+        """What predicts each scored token [N, D], the token [N] and its temperature [N]."""
         step = Step(slices=tuple(Slice(request=r.id, start=0, stop=len(r.tokens)) for r in batch))
-        targets = _training_targets(batch)
+        places = _training_targets(batch)
         hidden = self._hidden(step, {request.id: request for request in batch})
         device = hidden.device
-        at = temperatures(targets, device)
-        return self.instrument.head_logprob(
-            take_rows(hidden, targets),
-            torch.tensor([t.token for t in targets], dtype=torch.int64, device=device),
-            at if temperature is None else torch.full_like(at, temperature),
-        )
+        tokens = torch.tensor([t.token for t in places], dtype=torch.int64, device=device)
+        return take_rows(hidden, places), tokens, temperatures(places, device)
 
     def _hidden(self, step: Step, requests: Mapping[str, Request]) -> Tensor:
         """Final hidden states [T, H] of a step; padding rows form a sequence of their own."""
@@ -216,10 +241,12 @@ class PackedEngine:
         lengths += [step.padded_rows] if step.padded_rows else []
         device = self.loaded.device
         tokens = {name: request.tokens for name, request in requests.items()}
+        rows = row_names(step)
+        self.instrument.force(forced_rows(rows, requests, self.instrument.routings, device))
         positions = [p for length in lengths for p in range(length)]
         query_start = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
         return base_model(self.instrument)(
-            input_ids=row_tokens(row_names(step), tokens).to(device),
+            input_ids=row_tokens(rows, tokens).to(device),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
             batch=PackedBatch(query_start),

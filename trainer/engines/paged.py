@@ -100,7 +100,12 @@ class PagedEngine:
     def run(self, scenario: Scenario, observer: Observer | None = None) -> Run:
         """Execute ``scenario.schedule`` exactly as written; score each token it has a row for."""
         schedule = admit(
-            self.name, scenario, self.loaded.config, self.state_specs(), version=self.version
+            self.name,
+            scenario,
+            self.loaded.config,
+            self.state_specs(),
+            version=self.version,
+            routings=self.instrument.routings,
         )
         for event in schedule.events:
             if isinstance(event, Publish):
@@ -109,6 +114,7 @@ class PagedEngine:
         num_pages = self._pages_for_schedule(schedule, requests)
         tokens = {name: request.tokens for name, request in requests.items()}
         execution = self._execution(tokens, num_pages, _padding_pages(schedule), observer)
+        execution.requests = requests
         scored: list[Sample] = []
         with observed(self.instrument, observer):
             for event in schedule.events:
