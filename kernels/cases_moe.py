@@ -78,7 +78,8 @@ def router(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Cas
 def topk(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     for step, tokens, base in _steps(quick, seed):
         experts, top_k, groups, kept, sigmoid = ROUTINGS[step % len(ROUTINGS)]
-        bias = _logits(contract, 1, experts, base + 1)[0] * 0.1 if sigmoid else None
+        # Few different corrections, so that whole groups tie where a token's logits do.
+        bias = (_logits(contract, 1, experts, base + 1)[0] * 0.5).round() / 4 if sigmoid else None
         arguments = (
             _logits(contract, tokens, experts, base), bias, top_k, groups, kept, sigmoid,
         )  # fmt: skip

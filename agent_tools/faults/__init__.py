@@ -11,8 +11,8 @@ and kernels with one thing changed, in the rollout engine only. An entry says wh
 operator class and a cause class where an operator is at fault, the alignment anchor where the two
 sides are not about the same numbers, a refusal, or the certificate of a kernel. ``mechanism.py``
 has the ways to change something; operators, attention, engines and gradients have files of their
-own. Left out: faults of rewards, tool servers and reinforcement learning, which concern no engine;
-experts, recurrent layers and adapters, which no engine here runs yet.
+own. ``table.py`` writes benchmarks/faults.md: each fault with and without it, and where the entries
+that are no switch here are held.
 
     pytest tests/agent_tools/faults
 """

@@ -137,7 +137,8 @@ def _certified(name: str, line: str, source: str, op: str, wrap: Any) -> Fault:
 def contract_of(op: str, model: LoadedModel) -> str:
     """The contract of an operator, gradients included, for a model's dtype and device."""
     load_operators()
-    kind = {"dtype": dtype_name(model.dtype), "device": device_kind(model.device)}
+    dtype = "float32" if op == "topk" else dtype_name(model.dtype)
+    kind = {"dtype": dtype, "device": device_kind(model.device)}
     return [each.id for each in contracts(op=op, **kind)][-1]
 
 
@@ -184,6 +185,12 @@ _BY_KERNEL = (
           by="operator", op_class="rotary_table", cause="intermediate dtype", planting=_table),
     _operator("M06", "query heads read the wrong key head", "FreeToken PR #177",
               "attention", "stale or wrong state", attention.heads_in_turn, sides=DECODE),
+    _certified("T01", "equal scores: whichever expert comes first", "torchtitan #3336",
+               "topk", operators.any_tied_expert),
+    _certified("T02", "grouped top-k prefers the later of two equals", "vllm PR #55514",
+               "topk", operators.last_tied_group),
+    _certified("R03", "expert outputs added in the order of their ranks", "vllm PR #45683",
+               "combine", operators.slots_by_owner),
     _certified("G01", "the gradient adds parts in any order", "flash-attention #414",
                "linear_grad_input", AtomicSum),
     _certified("G03", "the norm's weight counts twice in dX", "Megatron-LM PR #6859",

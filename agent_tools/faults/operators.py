@@ -98,6 +98,30 @@ def stock_product(right: Kernel, x_TK: Tensor, weight: Tensor, bias: Any, *rest:
     return F.linear(x_TK, weight.detach(), bias)
 
 
+def any_tied_expert(right: Kernel, logits_TE: Tensor, bias: Any, top_k: int, *rest: Any) -> Tensor:
+    """T01: torch.topk promises no order among equal scores."""
+    wanted = right(logits_TE, bias, top_k, *rest)
+    if bias is not None or rest[0] > 1:
+        return wanted
+    return logits_TE.topk(top_k, dim=1).indices
+
+
+def last_tied_group(
+    right: Kernel, logits_TE: Tensor, bias: Any, top_k: int, groups: int, *rest: Any
+) -> Tensor:
+    """T02: a second implementation of grouped top-k that prefers the later of two equals."""
+    if groups == 1:
+        return right(logits_TE, bias, top_k, groups, *rest)
+    turned = None if bias is None else bias.flip(0)
+    last = logits_TE.shape[1] - 1
+    return last - right(logits_TE.flip(1).contiguous(), turned, top_k, groups, *rest)
+
+
+def slots_by_owner(right: Kernel, y_TKH: Tensor, weights_TK: Tensor, *rest: Any) -> Tensor:
+    """R03: expert outputs are added in the order of the ranks that own them."""
+    return right(y_TKH.flip(1).contiguous(), weights_TK.flip(1).contiguous(), *rest)
+
+
 class Autotuned:
     """B10: whichever tile was faster just now; the timing is a coin."""
 

@@ -26,8 +26,10 @@ from pydantic import Field
 
 from ...model_recipes.plan import Plan
 from ...model_recipes.schema import ModelIdentity
+from ..plots import HeatMap
 from ..recipe import environment_digest
 from ..records import Divergence, Record
+from ..report import Speed
 from ..rollouts import TokenCount
 
 if TYPE_CHECKING:
@@ -100,6 +102,9 @@ class GateResult(Record):
     error: str = ""
     """Why the check could not run to its end."""
     divergence: Divergence | None = None
+    heat: HeatMap | None = None
+    """Where the sides of ``divergence`` differ, layer by token."""
+    speeds: tuple[Speed, ...] = ()
     seconds: float
 
     @property
@@ -173,6 +178,8 @@ class Findings:
     notes: list[str] = field(default_factory=list[str])
     error: str = ""
     divergence: Divergence | None = None
+    heat: HeatMap | None = None
+    speeds: list[Speed] = field(default_factory=list[Speed])
 
     def part(
         self, name: str, compared: int, differing: int, unit: str = "tokens", detail: str = ""

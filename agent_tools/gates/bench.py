@@ -14,8 +14,10 @@ Left out: any verdict (``base.py``).
 import functools
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal, cast
 
 import torch
@@ -27,7 +29,9 @@ from ...model_recipes.plan import STOCK, Plan, stock_plan
 from ...trainer.engines.base import Observer, Policy, Request, Run, Scenario, Schedule, SiteCall
 from ...trainer.engines.packed import PackedEngine
 from ...trainer.engines.paged import PagedEngine
+from ..heat import stored_heat_map
 from ..localize import Options, localize
+from ..plots import HeatMap
 from ..records import Divergence
 from ..rollouts import TokenCount
 from ..sides import Side
@@ -182,10 +186,19 @@ class Bench:
 
     def culprits(self, left: str, right: str, requests: Sequence[Request]) -> Divergence:
         """Which operators make two sides differ; the sides run under the plan."""
+        return self.culprits_and_heat(left, right, requests)[0]
+
+    def culprits_and_heat(
+        self, left: str, right: str, requests: Sequence[Request]
+    ) -> tuple[Divergence, HeatMap | None]:
+        """The same, and where the sides differ layer by token, if they do."""
         self.release()
-        options = Options(progress=self.progress, causes=False)
         sides = (Side.parse(left), Side.parse(right))
-        return localize(*sides, self.model, requests, plan=self.plan, options=options)
+        with tempfile.TemporaryDirectory() as name:
+            options = Options(progress=self.progress, causes=False, out=Path(name))
+            found = localize(*sides, self.model, requests, plan=self.plan, options=options)
+            heat = stored_heat_map(Path(name)) if found.status == "DIVERGENT" else None
+        return found, heat
 
 
 def engines_on(model: LoadedModel, plan: Plan) -> Engines:

@@ -18,6 +18,7 @@ from ...kernels import bits
 from ...model_recipes.plan import stock_plan
 from ...model_recipes.state import named_state
 from ...trainer.engines.base import Policy, Request
+from ..report import Speed
 from ..rollouts import compare_tokens
 from .base import Findings, Gate
 from .bench import STEP_TOKENS, Bench, Engines, engines_on
@@ -88,6 +89,10 @@ def _judge(found: Findings, name: str, pairs: list[tuple[float, float]]) -> None
     detail = f"{rates[0]:.0f} against {rates[1]:.0f} tokens/s, ratio {ratio:.2f}"
     found.part(f"{name}: at least {FLOOR:.0%} of stock's throughput", 1, int(ratio < FLOOR),
                "ratios", detail)  # fmt: skip
+    found.speeds.append(
+        Speed(name=f"{name}, under the plan", value=rates[0], unit="tokens/s", relative=ratio,
+              against=f"stock kernels in the same engine, {rates[1]:,.0f} tokens/s")
+    )  # fmt: skip
     if FLOOR <= ratio < GOAL:
         found.notes.append(f"{name} runs at {ratio:.2f} of stock, below the goal of {GOAL}")
     found.require(f"{name}: rounds on each side", len(pairs), len(pairs) >= LEAST_ROUNDS)
@@ -113,7 +118,7 @@ def _endurance(bench: Bench, found: Findings) -> None:
     found.part(f"{steps} training steps and the rollout after them, all at diff 0",
                compared + count.compared, differing + count.differing)  # fmt: skip
     found.require("every step changed the weights", len(roots), len(roots) == steps + 1)
-    name = _one_tensor_ahead(learner)
+    name = one_tensor_ahead(learner)
     red = compare_tokens(final, learner.engines.pack(final.requests))
     found.control("one tensor one update ahead", f"1 element of {name}", red.compared,
                   red.differing)  # fmt: skip
@@ -121,7 +126,7 @@ def _endurance(bench: Bench, found: Findings) -> None:
     learner.close()
 
 
-def _one_tensor_ahead(learner: Learner) -> str:
+def one_tensor_ahead(learner: Learner) -> str:
     """Change one element of the last norm by a few bits."""
     state = named_state(learner.model.module)
     name = [each for each, tensor in state.items() if tensor.dim() == 1][-1]

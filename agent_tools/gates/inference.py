@@ -39,7 +39,7 @@ def check_repeat(bench: Bench, found: Findings) -> None:
     found.require("the load really ran (rounds)", load.rounds)
     idle = engines.paged.generate(bench.prompts, bench.policy())
     for name, run in (("sampled again", idle), ("sampled again, under load", busy)):
-        found.tokens(name, _same_rollout(run, bench.sampled))
+        found.tokens(name, same_rollout(run, bench.sampled))
     request = requests[0]
     flip = planted_bit(engines, request)
     moved = compare_scored(engines.run("mixed", requests, flip), first)
@@ -48,7 +48,7 @@ def check_repeat(bench: Bench, found: Findings) -> None:
     found.control("one bit of one row", f"1 of {rows} rows", moved.compared, moved.differing)
 
 
-def _same_rollout(left: Run, right: Run) -> TokenCount:
+def same_rollout(left: Run, right: Run) -> TokenCount:
     """Sampled tokens: the ids, then the bits; a reply that differs counts as all its tokens."""
     theirs = {request.id: request.tokens for request in right.requests}
     odd = [request for request in left.requests if theirs.get(request.id) != request.tokens]
@@ -184,7 +184,7 @@ def check_phase(bench: Bench, found: Findings) -> None:
                   control.differing)  # fmt: skip
     if found.differs():
         few = shorten(requests, 2, 8)
-        found.divergence = bench.culprits("paged:decode", "paged:alone", few)
+        found.divergence, found.heat = bench.culprits_and_heat("paged:decode", "paged:alone", few)
         found.culprits += culprit_lines(found)
 
 

@@ -30,11 +30,17 @@ def page_of(report: GateReport, command: str) -> ReportData:
         differing=sum(differing for _, differing in counts),
         created=report.created,
         comparisons=tuple(
-            Comparison(title=f"{gate.id} {gate.title}", note=gate.claim, divergence=gate.divergence)
+            Comparison(
+                title=f"{gate.id} {gate.title}",
+                note=gate.claim,
+                divergence=gate.divergence,
+                heat=gate.heat,
+            )
             for gate in report.gates
             if gate.divergence is not None
         ),
         claims=tuple(claim_of(gate) for gate in report.gates),
+        speeds=tuple(speed for gate in report.gates for speed in gate.speeds),
         digests={
             "report": report.digest,
             "weights": report.identity.weights_root,

@@ -23,7 +23,7 @@ from ...kernels.errors import (
 from ...model_recipes.apply import find_sites
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
-from ...model_recipes.plan import Plan, plan_from
+from ...model_recipes.plan import Plan, load_own_kernels, plan_from
 from ...trainer.engines.base import Request as Prompt
 from ..align import only_prompt
 from ..recipe import environment_digest, environment_of
@@ -45,6 +45,7 @@ from .base import (
     verify,
 )
 from .bench import FULL, QUICK, Bench, Size, requests_digest
+from .vllm import VllmBench, gates_for_vllm
 
 GATES: tuple[Gate, ...] = (
     environment.GATE,
@@ -59,7 +60,7 @@ GATES: tuple[Gate, ...] = (
     scale.GATE,
     cost.GATE,
 )
-ROLLOUTS = ("paged",)
+ROLLOUTS = ("paged", "vllm")
 
 Progress = Callable[[str], None]
 
@@ -101,13 +102,16 @@ def run_gates(
 ) -> GateReport:
     """Run the gates of ``plan`` on ``model``; ``only``: their ids. prompts: a file, else ours."""
     if rollout not in ROLLOUTS:
-        raise CapabilityError(f"rollout engine {rollout!r} is not there yet; use --rollout paged")
-    chosen = _choose(gates, only)
+        known = " or ".join(ROLLOUTS)
+        raise CapabilityError(f"rollout engine {rollout!r} is not there; use {known}")
+    on_vllm = rollout == "vllm"
+    chosen = _choose(gates_for_vllm(gates) if on_vllm else gates, only)
     size = size or (QUICK if quick else FULL)
+    load_own_kernels(plan)
     resolved = plan if isinstance(plan, Plan) else plan_from(
         plan, find_sites(model.module), model.dtype, model.device, model.identity
     )  # fmt: skip
-    bench = Bench(
+    bench = (VllmBench if on_vllm else Bench)(
         model=model,
         plan=resolved,
         prompts=tuple(prompts_for(model, size, seed, prompts)),
@@ -176,6 +180,8 @@ def run_gate(gate: Gate, bench: Bench) -> GateResult:
         notes=tuple(found.notes),
         error=found.error,
         divergence=found.divergence,
+        heat=found.heat,
+        speeds=tuple(found.speeds),
         seconds=round(time.perf_counter() - began, 3),
     )
 

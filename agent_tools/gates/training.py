@@ -55,7 +55,7 @@ def check(bench: Bench, found: Findings) -> None:
 def _site_by_site(bench: Bench, found: Findings) -> None:
     bench.progress("C5: site by site")
     few = shorten(bench.requests, 2 if bench.quick else LOCALIZED)
-    verdict = bench.culprits("packed:packed", "paged:mixed", few)
+    verdict, heat = bench.culprits_and_heat("packed:packed", "paged:mixed", few)
     coverage = verdict.coverage
     if coverage is not None:
         detail = f"{coverage.shared} sites, coverage {coverage.share:.0%}"
@@ -69,7 +69,7 @@ def _site_by_site(bench: Bench, found: Findings) -> None:
         found.control("one activation bit and one weight bit", verdict.self_test.activation, 2,
                       2 * verdict.self_test.passed, red=verdict.self_test.passed)  # fmt: skip
     if verdict.status != "EQUAL":
-        found.divergence = verdict
+        found.divergence, found.heat = verdict, heat
         found.culprits += culprit_lines(found)
 
 

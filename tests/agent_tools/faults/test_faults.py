@@ -2,11 +2,13 @@
 
 import contextlib
 from collections import defaultdict
+from pathlib import Path
 
 import pytest
 
 from zeromismatch.agent_tools.faults import FAULTS, check, plant
 from zeromismatch.agent_tools.faults.check import fault_requests
+from zeromismatch.agent_tools.faults.table import ELSEWHERE, TEST, fixed_cells, held_lines
 from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.sides import Side
 from zeromismatch.agent_tools.trace import Trace, Tracer, weight_digests
@@ -20,6 +22,8 @@ from zeromismatch.trainer.engines.base import Scenario
 from zeromismatch.trainer.engines.packed import PackedEngine
 from zeromismatch.trainer.engines.paged import PagedEngine
 
+ROOT = Path(__file__).resolve().parents[3]
+TABLE = ROOT / "benchmarks/faults.md"
 LOCALIZED = defaultdict(list)
 for fault in FAULTS.values():
     if fault.by in ("operator", "anchor"):
@@ -68,6 +72,28 @@ def test_a_fault_ends_with_its_block(model: LoadedModel) -> None:
 def test_an_unknown_fault_is_refused(model: LoadedModel) -> None:
     with pytest.raises(UsageError, match="no fault is called 'Z99'; use one of B01"):
         plant("Z99", model)
+
+
+def cells(line: str) -> list[str]:
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_the_table_shows_every_fault_red_with_it_and_green_without() -> None:
+    lines = TABLE.read_text(encoding="utf-8").splitlines()
+    rows = {cells(line)[0]: cells(line) for line in lines if line.startswith("| ")}
+    for fault in FAULTS.values():
+        row = rows[fault.id]
+        assert tuple(row[:5]) == fixed_cells(fault)
+        assert row[5:] == [f"red: {fault.expected}", "green", f"`{TEST}[{fault.id}]`"]
+    assert [line for line in held_lines() if line not in lines] == []
+    assert len(rows) == len(FAULTS) + len(ELSEWHERE) + 2  # both tables share header and rule
+
+
+def test_every_field_report_is_planted_or_held_by_a_test_that_exists() -> None:
+    assert not FAULTS.keys() & ELSEWHERE.keys()
+    assert len(FAULTS) + len(ELSEWHERE) == 51
+    for held in ELSEWHERE.values():
+        assert held.test is None or (ROOT / held.test).is_file(), held.test
 
 
 def clean_runs(model: LoadedModel, seeds: range) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from zeromismatch.agent_tools.gates.page import page_of
 from zeromismatch.agent_tools.gates.run import compare, run_gate
 from zeromismatch.agent_tools.junit import junit
 from zeromismatch.agent_tools.report import read_report, write_report
+from zeromismatch.kernels import dispatch
 from zeromismatch.kernels.errors import CapabilityError, InconclusiveError, UsageError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.model_recipes.plan import aligned_plan, stock_plan
@@ -159,6 +161,22 @@ def test_gates_after_a_red_one_keep_their_result_and_are_not_attributable(model:
     assert report.failed == ("C1", "C3")
     assert report.exit_code == 1
     assert verify(report) == []
+
+
+@pytest.mark.slow
+def test_a_model_that_means_something_else_is_red_though_both_engines_agree(model: LoadedModel):
+    """The accuracy half of C5: a norm with another eps on both sides, every bit equal."""
+    contract = "rmsnorm.lanes16.float32.cpu.v1"
+    right = dispatch.choose(contract).run
+    few = replace(QUICK, requests=3, reply=8)
+    with dispatch.substituted(contract, lambda x, w, eps, *rest: right(x, w, eps + 1e-3, *rest)):
+        (found,) = run_gates(model, "aligned", only=["C5"], quick=True, size=few).gates
+    parts = {part.name: part.differing for part in found.parts}
+    wrong = parts.pop("error against fp64 at most twice stock's")
+    assert found.result == "fail"
+    assert "error against fp64" in found.reason
+    assert wrong > 0
+    assert sum(parts.values()) == 0
 
 
 def test_an_edited_report_is_named_even_with_a_new_digest(model: LoadedModel, tmp_path: Path):

@@ -1,0 +1,137 @@
+"""The table of faults, as benchmarks/faults.md shows it: run each with the fault and without.
+
+    python -m zeromismatch.agent_tools.faults > benchmarks/faults.md      # some minutes
+
+Every entry of the field reports that the project keeps is a row: planted here as a switch, or held
+elsewhere with the reason and the test. The exit code is 1 when a fault is not named as the
+catalogue says, or something is named without it.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ...model_recipes.models import LoadedModel, load_model
+from .catalogue import FAULTS, Fault
+from .check import Caught, check
+
+TEST = "tests/agent_tools/faults/test_faults.py"
+COLUMNS = ("id", "fault", "report", "must be named", "operator", "with it", "without it", "test")
+
+HEADER = f"""# Planted faults
+
+Written by `python -m zeromismatch.agent_tools.faults` on a tiny Llama: what people in this field
+met, replayed in our own rollout engine as a switch (`agent_tools/faults/`). *With it* is what the
+tool named while the fault was planted, *without it* what the same check named after the switch was
+off. `{TEST}` repeats every row and checks this file.
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Held:
+    """A field report that is no switch on an engine. ``test`` holds it, where a test can.
+
+    Held(line="a ratio beyond fp32", source="miles PR #1363", why="a loss, not an engine",
+         test="tests/trainer/losses/test_reinforce_zero.py")
+    """
+
+    line: str
+    source: str
+    why: str
+    test: str | None = None
+
+
+_LOSS = "tests/trainer/losses/test_reinforce_zero.py"
+_RUN = "tests/trainer/loop/test_run.py"
+_RESUME = "tests/trainer/loop/test_resume.py"
+_LEGAL = "tests/trainer/engines/test_legal.py"
+_SERVER = "it concerns the tool server, no number"
+
+ELSEWHERE: Mapping[str, Held] = {
+    "B11": Held(
+        line="gates that cannot fail", source="vllm PR #49603",
+        why="it concerns the gates: a control that stays green is inconclusive",
+        test="tests/agent_tools/gates/test_gates.py",
+    ),
+    "P03": Held(
+        line="trainer chunked, engine recurrent", source="prime-rl PR #3214",
+        why="no engine here runs recurrent layers; their sites have no contract and are refused",
+    ),
+    "T03": Held(
+        line="routing record one row short", source="sglang #20964",
+        why="no engine here replays routes; forced choices are refused (gate C9)",
+    ),
+    "M02": Held(
+        line="an adapter binds no module", source="verl-omni PR #553",
+        why="no engine here runs adapters; requests that name one are refused (gate C9)",
+        test=_LEGAL,
+    ),
+    "N02": Held(
+        line="exp of a large log ratio", source="miles PR #1363",
+        why="it concerns the loss, which stops", test=_LOSS,
+    ),
+    "A02": Held(
+        line="a group of one valid sample", source="trl PR #5773",
+        why="it concerns the loss, which refuses it", test=_LOSS,
+    ),
+    "A03": Held(
+        line="empty responses and batches", source="unsloth-zoo PR #1286",
+        why="it concerns the loss, which refuses them", test=_LOSS,
+    ),
+    "A05": Held(
+        line="a sequence weight as a sum of exps", source="unsloth-zoo PR #870",
+        why="it concerns the loss", test=_LOSS,
+    ),
+    "S01": Held(
+        line="which version made this sample", source="verl PR #7568",
+        why="it concerns the training loop's bookkeeping", test=_RUN,
+    ),
+    "E01": Held(
+        line="buffered prompts lost on resume", source="OpenRLHF #1322",
+        why="it concerns the training loop's folder", test=_RESUME,
+    ),
+    "E03": Held(
+        line="random state restored, then reset", source="ms-swift PR #9935",
+        why="it concerns the training loop's folder", test=_RESUME,
+    ),
+    "X02": Held(line="text on stdout", source="esp-idf #19087", why=_SERVER),
+    "X03": Held(line="an answer larger than the pipe", source="python-sdk PR #2070", why=_SERVER),
+    "X05": Held(line="calls in parallel", source="python-sdk #1839", why=_SERVER),
+}  # fmt: skip
+
+
+def fixed_cells(fault: Fault) -> tuple[str, ...]:
+    """What the catalogue alone says of a row: id, fault, report, must be named, operator."""
+    where = fault.site or (fault.op_class and f"every {fault.op_class}") or "none at fault"
+    return (fault.id, fault.line, fault.source, fault.expected, where)
+
+
+def row(fault: Fault, planted: Caught, clean: Caught) -> tuple[str, ...]:
+    """One line of the table."""
+    red = f"red: {', '.join(planted.named)}" if planted.right else f"NOT named: {planted.named}"
+    green = "green" if not clean.named else f"NOT green: {', '.join(clean.named)}"
+    return (*fixed_cells(fault), red, green, f"`{TEST}[{fault.id}]`")
+
+
+def line(cells: tuple[str, ...]) -> str:
+    """A line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def held_lines() -> Iterator[str]:
+    """The entries that are no switch here."""
+    yield from ("", "## Held elsewhere", "", line(("id", "fault", "report", "why", "test")))
+    yield line(("---",) * 5)
+    for name, held in ELSEWHERE.items():
+        test = f"`{held.test}`" if held.test else ""
+        yield line((name, held.line, held.source, held.why, test))
+
+
+def table(model: LoadedModel | None = None) -> tuple[str, bool]:
+    """The whole file, and whether every row is as it should be."""
+    model = model or load_model("tiny:llama")
+    lines, right = [HEADER, line(COLUMNS), line(("---",) * len(COLUMNS))], True
+    for fault in FAULTS.values():
+        planted, clean = check(fault.id, model), check(fault.id, model, planted=False)
+        right = right and planted.right and not clean.named
+        lines.append(line(row(fault, planted, clean)))
+    return "\n".join([*lines, *held_lines()]) + "\n", right
