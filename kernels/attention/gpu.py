@@ -24,6 +24,7 @@ from ..dispatch import admitted, choose
 from ..errors import ContractError, NotCertifiedError
 from ..gpu.device import NAMES, aligned, require
 from ..gpu.register import ARCHITECTURE
+from ..taps import tapped
 from .batch import PAGE, AttentionBatch, KVCache
 from .gpu_launch import LOG2E, backward, hopper, hopper_serves, split, walk
 from .gpu_step import (
@@ -154,7 +155,9 @@ def paged_attention_op(
     _certified(q.dtype, "triton-alone")
     work = Work(walk_start, split_start, tiles, chunks, few)
     index = (query_start, kv_len, block_table)
-    return paged_forward(q, k_cache, v_cache, index, work, (scale, window, softcap, sinks))
+    settings = (scale, window, softcap, sinks)
+    o, lse = paged_forward(q, k_cache, v_cache, index, work, settings)
+    return tapped("attention", o), lse
 
 
 @paged_attention_op.register_fake
@@ -176,7 +179,9 @@ def packed_attention_op(
     """(o [T, H, D], lse [H, T])."""
     name = _certified(q.dtype, "gluon-hopper", "triton-walk")
     settings = (scale, window, softcap, sinks)
-    return packed_forward(q, k, v, query_start, settings, specialised=name == "gluon-hopper")
+    specialised = name == "gluon-hopper"
+    o, lse = packed_forward(q, k, v, query_start, settings, specialised=specialised)
+    return tapped("attention", o), lse
 
 
 @packed_attention_op.register_fake

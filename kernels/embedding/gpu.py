@@ -17,6 +17,7 @@ from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, require
 from ..gpu.register import register_gpu, serving
+from ..taps import tapped
 
 RUN = 64
 _COLUMNS = 512
@@ -73,7 +74,8 @@ def grad_weight(
 @torch.library.custom_op("zeromismatch::embedding", mutates_args=())
 def embedding_op(ids: Tensor, weight: Tensor) -> Tensor:
     """[T, H] from ids [T]."""
-    return choose(serving(CONTRACTS, "embedding", weight.dtype)).run(ids, weight)
+    run = choose(serving(CONTRACTS, "embedding", weight.dtype)).run
+    return tapped("embedding", run(ids, weight))
 
 
 @embedding_op.register_fake

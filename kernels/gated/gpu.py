@@ -15,6 +15,7 @@ from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import require
 from ..gpu.register import register_gpu, serving
+from ..taps import tapped
 
 _BLOCK = 1024
 _MAX_ROWS = 65535
@@ -136,7 +137,7 @@ def gated_op(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     """act(gate) * up of [M, F]; gate and up may be halves of one tensor."""
     op = (_ACT if up is None else _MUL)[gelu]
     run = choose(serving(CONTRACTS[op], op, gate.dtype)).run
-    return run(gate) if up is None else run(gate, up)
+    return tapped(op, run(gate) if up is None else run(gate, up))
 
 
 @gated_op.register_fake
@@ -161,7 +162,7 @@ def _(dy: Tensor, gate: Tensor, up: Tensor | None, gelu: bool) -> tuple[Tensor, 
 @torch.library.custom_op("zeromismatch::softcap", mutates_args=())
 def softcap_op(x: Tensor, cap: float) -> Tensor:
     """cap tanh(x / cap)."""
-    return choose(serving(CONTRACTS["softcap"], "softcap", x.dtype)).run(x, cap)
+    return tapped("softcap", choose(serving(CONTRACTS["softcap"], "softcap", x.dtype)).run(x, cap))
 
 
 @softcap_op.register_fake

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ContractError
-from ..reference.digest import GOLDEN, dtype_code, mix_int, signed
+from ..reference.digest import GOLDEN, digest_rows, dtype_code, mix_int, signed
 
 _MASK = (1 << 64) - 1
 
@@ -21,9 +21,8 @@ def _head(elements: int, dtype: torch.dtype) -> int:
     return signed(mix_int(((elements << 8 | dtype_code(dtype)) * GOLDEN) & _MASK))
 
 
-@torch.library.custom_op("zeromismatch::digest_into", mutates_args=("out",))
-def digest_into_op(x: Tensor, out: Tensor) -> None:
-    """See :func:`digest_into`."""
+def launch(x: Tensor, out: Tensor) -> None:
+    """The digest's kernel."""
     from . import digest_kernels
 
     rows = x.shape[0]
@@ -36,6 +35,15 @@ def digest_into_op(x: Tensor, out: Tensor) -> None:
     digest_kernels.digest_rows_kernel[(rows,)](
         words, out, words.shape[1], words.shape[1], _head(elements, x.dtype), BITS=bits, num_warps=4
     )
+
+
+@torch.library.custom_op("zeromismatch::digest_into", mutates_args=("out",))
+def digest_into_op(x: Tensor, out: Tensor) -> None:
+    """See :func:`digest_into`; on a CPU the definition itself."""
+    if x.is_cuda:
+        launch(x, out)
+    else:
+        out.copy_(digest_rows(x))
 
 
 @digest_into_op.register_fake

@@ -22,6 +22,7 @@ from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import NAMES, aligned, require
 from ..gpu.register import ARCHITECTURE, register_gpu
+from ..taps import tapped
 from .gpu_gemm import gemm, own_tile, reference, run_tile, sizes_of
 from .gpu_table import Tile
 
@@ -93,7 +94,8 @@ def bias_grad(
 @torch.library.custom_op("zeromismatch::linear", mutates_args=())
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[T, N]: torch.compile leaves the choice of a kernel to the launch."""
-    return choose(contract_id("linear", x.dtype)).run(x, weight, bias, out_dtype)
+    run = choose(contract_id("linear", x.dtype)).run
+    return tapped("linear", run(x, weight, bias, out_dtype))
 
 
 @linear_op.register_fake

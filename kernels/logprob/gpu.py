@@ -25,6 +25,7 @@ from ..gpu.device import aligned, require
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu as linear
 from ..linear.gpu_gemm import gemm
+from ..taps import tapped
 
 BLOCK = 4096
 LANES = 128
@@ -135,7 +136,9 @@ def logprob_op(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(lp, row maximum, log of the row sum), fp32 [T]."""
-    return choose(serving(CONTRACTS, "logprob", logits.dtype)).run(logits, targets, temperature)
+    run = choose(serving(CONTRACTS, "logprob", logits.dtype)).run
+    lp, row_max, log_sum = run(logits, targets, temperature)
+    return tapped("logprob", lp), row_max, log_sum
 
 
 @logprob_op.register_fake
@@ -210,7 +213,7 @@ def lm_head_logprob_op(
     if not parts:
         return _three(h)
     lp, row_max, log_sum = (torch.cat(each) for each in zip(*parts, strict=True))
-    return lp, row_max, log_sum
+    return tapped("logprob", lp), row_max, log_sum
 
 
 @lm_head_logprob_op.register_fake

@@ -18,6 +18,7 @@ from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, require
 from ..gpu.register import register_gpu, serving
+from ..taps import tapped
 
 PART_LANES, SLOTS = 32, 32
 _IN_REGISTERS = 16384  # bytes of a row that one warp can hold
@@ -129,8 +130,9 @@ def rmsnorm_op(
     """(y, s) of [M, H]; s is empty without a residual."""
     run = choose(serving(CONTRACTS, "rmsnorm", x.dtype)).run
     if residual is None:
-        return run(x, weight, eps, unit_offset, None), x.new_empty(0)
-    return run(x, weight, eps, unit_offset, residual)
+        return tapped("rmsnorm", run(x, weight, eps, unit_offset, None)), x.new_empty(0)
+    y, s = run(x, weight, eps, unit_offset, residual)
+    return tapped("rmsnorm", y), s
 
 
 @rmsnorm_op.register_fake

@@ -14,6 +14,7 @@ from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import NAMES, aligned, require
 from ..gpu.register import register_gpu, serving
+from ..taps import tapped
 from .cpu import TABLE as HOST_TABLE
 
 _ITEMS = 16
@@ -57,7 +58,7 @@ def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
     """See :func:`rotate`."""
     if transposed:
         return rotate(x, cos, sin, transposed=True)
-    return choose(serving(CONTRACTS, "rotary", x.dtype)).run(x, cos, sin)
+    return tapped("rotary", choose(serving(CONTRACTS, "rotary", x.dtype)).run(x, cos, sin))
 
 
 @rotary_op.register_fake

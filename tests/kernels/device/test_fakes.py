@@ -1,0 +1,99 @@
+"""Every GPU operator can be traced without a GPU: checks and fakes, on fake CUDA tensors.
+
+Backward passes need a device's own thread in autograd: ``test_taps_gpu.py`` compiles those on a
+GPU.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+
+from zeromismatch.kernels.attention import packed_attention
+from zeromismatch.kernels.embedding import embedding
+from zeromismatch.kernels.gated import gelu, silu_mul, softcap
+from zeromismatch.kernels.gpu import device
+from zeromismatch.kernels.linear import linear
+from zeromismatch.kernels.logprob import lm_head, lm_head_logprob, logprob
+from zeromismatch.kernels.rmsnorm import rmsnorm, rmsnorm_residual
+from zeromismatch.kernels.rotary import apply_rotary
+
+T, H, V = 12, 64, 500
+
+
+def _tables() -> tuple[Tensor, Tensor]:
+    return torch.empty(T, 32, device="cuda"), torch.empty(T, 32, device="cuda")
+
+
+def _vector() -> Tensor:
+    return torch.empty(H, dtype=torch.bfloat16, device="cuda")
+
+
+def _attend(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    q, k, v = (linear(x, w).view(T, 2, H // 2) for _ in range(3))
+    start = torch.empty(3, dtype=torch.int32, device="cuda")
+    return packed_attention(q, k, v, start, scale=1.0, sinks=torch.empty(2, device="cuda"))
+
+
+CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[int, ...]]] = {
+    "linear": (lambda x, w, ids: linear(x, w, _vector()), (T, H)),
+    "lm_head": (lambda x, w, ids: lm_head(x, w), (T, H)),
+    "rmsnorm": (lambda x, w, ids: rmsnorm(x, _vector(), 1e-6), (T, H)),
+    "rmsnorm_residual": (lambda x, w, ids: sum(rmsnorm_residual(x, x, _vector(), 1e-6)), (T, H)),  # type: ignore[return-value]
+    "silu_mul": (lambda x, w, ids: silu_mul(x, x), (T, H)),
+    "gelu": (lambda x, w, ids: gelu(x), (T, H)),
+    "softcap": (lambda x, w, ids: softcap(x.float(), 30.0), (T, H)),
+    "rotary": (lambda x, w, ids: apply_rotary(x.view(T, 1, H), *_tables()), (T, 1, H)),
+    "embedding": (lambda x, w, ids: embedding(ids, w), (T, H)),
+    "attention": (_attend, (T, 2, H // 2)),
+    "logprob": (lambda x, w, ids: logprob(x.float(), ids), (T,)),
+    "lm_head_logprob": (lambda x, w, ids: lm_head_logprob(x, w, ids), (T,)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_traces(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "missing", lambda: None)
+    run, shape = CASES[name]
+    with FakeTensorMode():
+        x, w = (torch.empty(n, H, dtype=torch.bfloat16, device="cuda") for n in (T, H))
+        y = run(x, w, torch.empty(T, dtype=torch.int64, device="cuda"))
+    assert tuple(y.shape) == shape
+    assert y.is_cuda
+
+
+@torch.no_grad()
+def test_gradient_operators_have_fakes() -> None:
+    with FakeTensorMode():
+        x, w = (torch.empty(n, H, dtype=torch.bfloat16, device="cuda") for n in (T, H))
+        ids = torch.empty(T, dtype=torch.int64, device="cuda")
+        row = torch.empty(T, device="cuda")
+        start = torch.empty(3, dtype=torch.int32, device="cuda")
+        ops = torch.ops.zeromismatch
+        heads, lse = x.view(T, 2, H // 2), torch.empty(2, T, device="cuda")
+        shapes = {
+            "rmsnorm": ops.rmsnorm_grad(x, x, _vector(), 1e-6, False, x),
+            "linear": ops.linear_grad(x, x, w, w.dtype, [True, True, False]),
+            "gated": ops.gated_grad(x, x, x, True),
+            "embedding": (ops.embedding_grad(x, ids, V, torch.bfloat16),),
+            "logprob": (ops.logprob_grad(x.float(), ids, row, row, row, row),),
+            "head": ops.lm_head_logprob_grad(
+                row, x, w, ids, None, row, row, row, [True, True, False]
+            ),
+            "attention": ops.packed_attention_grad(
+                heads, heads, heads, heads, heads, lse, start, 1.0, 0, 0.0
+            ),
+        }
+    found = {name: [tuple(each.shape) for each in got] for name, got in shapes.items()}
+    assert found == {
+        "rmsnorm": [(T, H), (H,)],
+        "linear": [(T, H), (H, H), (0,)],
+        "gated": [(T, H), (T, H)],
+        "embedding": [(V, H)],
+        "logprob": [(T, H)],
+        "head": [(T, H), (H, H), (0,)],
+        "attention": [(T, 2, H // 2)] * 3 + [(2, T)],
+    }
