@@ -300,3 +300,6 @@ for _cases in (
     register_cases(_cases.__name__, _cases, device="sm90")
 for _dtype in ("float32", "bfloat16"):
     register_stock(f"linear.chain.{_dtype}.cpu.v1", stock_linear)
+for _dtype in ("float32", "bfloat16", "float16"):
+    register_stock(f"gemm.L.{_dtype}.sm90.v1", cases_gpu.stock_gemm)
+    register_stock(f"attention.split1024.{_dtype}.sm90.v1", cases_gpu.stock_attention)

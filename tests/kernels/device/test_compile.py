@@ -119,7 +119,7 @@ def row_operators():
     saved = (torch.zeros(4, dtype=torch.int64), t, row_max, log_sum, lp)
     logprob.d_logits(z, *saved, torch.empty_like(z, dtype=BF16))
     for dtype in (torch.uint8, BF16, torch.float32):
-        digest.digest_into_op(x.to(dtype), torch.zeros(8, 2, dtype=torch.int64))
+        digest.launch(x.to(dtype), torch.zeros(8, 2, dtype=torch.int64))
 
 
 def hopper():
