@@ -13,7 +13,9 @@ from .progress import stages
 if TYPE_CHECKING:
     from ..gates import GateReport, Regression
 
-Rollout = Annotated[str, typer.Option(metavar="ENGINE", help="The engine that samples: paged.")]
+Rollout = Annotated[
+    str, typer.Option(metavar="ENGINE", help="The engine that samples: paged or vllm.")
+]
 Only = Annotated[
     str | None,
     typer.Option(metavar="GATES", help="Only these, for instance C3,C4; default: all."),

@@ -32,10 +32,8 @@ def check(bench: Bench, found: Findings) -> None:
     told = [engine.describe() for engine in (engines.paged, engines.packed)]
     odd = [name for name in SAME if told[0][name] != told[1][name]]
     found.part("both engines describe one set-up", len(SAME), len(odd), "fields", ", ".join(odd))
-    _coverage(bench, found)
-    _certificates(bench, found)
-    _plan_acts(bench, found)
-    _weight_bit(bench, found)
+    for part in SHARED:
+        part(bench, found)
     _activation_bit(bench, found)
     found.not_applicable.append("plug-in alive: the embedded rollout engine has none")
 
@@ -114,6 +112,9 @@ def _activation_bit(bench: Bench, found: Findings) -> None:
         found.control(f"one activation bit, {side}", tested.activation, 1, int(tested.passed),
                       red=tested.passed)  # fmt: skip
 
+
+SHARED = (_coverage, _certificates, _plan_acts, _weight_bit)
+"""What C0 checks whichever engine samples."""
 
 GATE = Gate(
     id="C0",

@@ -27,7 +27,7 @@ from ..align import shorten
 from ..rollouts import TokenCount, batching_facts, compare_tokens
 from . import cost, environment, inference, lifecycle, scale, training
 from .base import Check, Findings, Gate
-from .bench import Bench, Engines, compare_scored
+from .bench import Bench, compare_scored
 from .gradient import loss_weights
 from .learner import Learner
 from .load import Load
@@ -119,8 +119,7 @@ def _bit_control(bench: VllmBench, found: Findings, policy: str, plain: Run) -> 
         _stock_control(bench, found)
         return
     request = bench.requests[0]
-    engines = Engines(bench.plan, cast("object", bench.vllm()), None)  # type: ignore[arg-type]
-    flip = inference.planted_bit(engines, request)
+    flip = inference.planted_bit(bench.on(), request)
     moved = compare_scored(bench.score(policy, bench.requests, observer=flip), plain)
     found.require("the control's bit was flipped", flip.flips)
     rows = sum(len(r.tokens) for r in bench.requests)

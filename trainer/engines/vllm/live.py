@@ -94,6 +94,10 @@ class LiveEngine:
         """Version of the installed weights."""
         return 0 if self.weights is None else self.weights.version
 
+    def digests(self) -> dict[str, str]:
+        """Digest of every weight, read back from where vLLM reads."""
+        return self._apply("tensor_digests")
+
     # -- facts -----------------------------------------------------------------------------------
 
     def facts(self) -> dict[str, Any]:

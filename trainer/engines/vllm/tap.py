@@ -288,14 +288,14 @@ class Tap:
         compute, gather = sampler.compute_logprobs, sampler.gather_logprobs
 
         def compute_logprobs(logits: Tensor) -> Tensor:
-            self._logits = logits
+            self._logits = logits.float().clone()  # vLLM's processors write over them
             return compute(logits)
 
         def gather_logprobs(logprobs: Tensor, count: int, token_ids: Tensor) -> Any:
             targets = token_ids.to(torch.int64)[:, None]
             assert self._logits is not None
             inputs = {
-                "logits": self._logits.float(),
+                "logits": self._logits,
                 "targets": targets[:, 0],
                 "temperature": torch.ones(len(targets), device=targets.device),
             }
