@@ -35,7 +35,7 @@ from ..kernels.contract import Contract, register_contract
 from ..kernels.errors import ContractError, RecipeError
 
 FOLDER = "kernels"
-IMPORTS = frozenset(("torch", "math", "typing", "collections.abc"))
+IMPORTS = frozenset(("torch", "torch.nn", "math", "typing", "collections.abc"))
 KERNELS = "zeromismatch.kernels."
 PACKAGES = frozenset(
     ("linear", "gated", "rmsnorm", "rotary", "embedding", "reference.exp", "reference.fma")

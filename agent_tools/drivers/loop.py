@@ -52,6 +52,7 @@ EXITS: dict[str, tuple[int, str]] = {
     "unreachable": (4, "the provider could not be reached, or failed on all retries"),
     "request-refused": (4, "the provider refused the request"),
     "nonsense": (4, "the provider's answer could not be understood"),
+    "program-failed": (4, "the external program ended with an error"),
     "tools-lost": (4, "the tool server went away"),
     "cancelled": (130, "somebody stopped the run"),
 }
@@ -77,6 +78,9 @@ class Judgement(Record):
     passed: bool
     reason: str
     rule: str | None = None
+    green: int = 0
+    """Gates that are green, of ``of``."""
+    of: int = 0
 
 
 class Toolbox(Protocol):

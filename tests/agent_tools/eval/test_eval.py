@@ -1,0 +1,176 @@
+"""The bench: every task is solvable, no answer lies within reach, the table says what happened."""
+
+import ast
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from zeromismatch.agent_tools.cli import run
+from zeromismatch.agent_tools.drivers.agents import Agent
+from zeromismatch.agent_tools.drivers.budgets import Budgets
+from zeromismatch.agent_tools.drivers.loop import Judgement
+from zeromismatch.agent_tools.drivers.workbench import Workbench
+from zeromismatch.agent_tools.eval.bench import SOLUTIONS, BenchReport, evaluate
+from zeromismatch.agent_tools.eval.tasks import task, tasks
+from zeromismatch.agent_tools.gates.bench import Size
+from zeromismatch.kernels.certify import load_operators
+from zeromismatch.kernels.contract import contracts
+from zeromismatch.kernels.errors import CapabilityError, UncoveredSiteError, UsageError
+from zeromismatch.model_recipes import extension
+
+ROOT = Path(__file__).resolve().parents[3]
+SMALL = Size(
+    requests=2, reply=6, fuzzed=1, fuzz_requests=2, backward=2, gradient_requests=1, long=64,
+    rounds=1, training_steps=1,
+)  # fmt: skip
+OF_THE_REGISTRY = ("nightjar", "osprey")
+"""Tasks that need no kernel: what the registry has is their answer."""
+
+
+@pytest.fixture(autouse=True)
+def no_extensions() -> Iterator[None]:
+    yield
+    extension.forget()
+
+
+def bench_of(name: str, folder: Path, gates: tuple[str, ...]) -> Workbench:
+    spec = f"code:{task(name).write(folder / 'model')}"
+    return Workbench(spec, folder, gates=gates, size=SMALL)
+
+
+def test_there_are_at_least_twelve_tasks_of_both_kinds():
+    kinds = [each.kind for each in tasks()]
+    assert len(kinds) >= 12
+    assert {"operator", "fault"} == set(kinds)
+    assert {path.stem for path in SOLUTIONS.glob("*.py")} == (
+        {each.name for each in tasks()} - set(OF_THE_REGISTRY)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_every_reference_solution_is_green_and_nothing_is_without_it(tmp_path: Path):
+    red: list[str] = []
+    for each in tasks():
+        bench = bench_of(each.name, tmp_path / each.name, ("C3", "C5"))
+        extension.forget()
+        if each.name not in OF_THE_REGISTRY:
+            if bench.judge_here().passed:
+                red.append(f"{each.name}: green without a solution")
+            (bench.draft / "kernels").mkdir(parents=True)
+            shutil.copy(SOLUTIONS / f"{each.name}.py", bench.draft / "kernels")
+        found = bench.judge_here()
+        if not found.passed:
+            red.append(f"{each.name}: {found.reason}")
+    assert red == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_judge_in_its_own_process_agrees(tmp_path: Path):
+    bench = bench_of("heron", tmp_path, ("C5",))
+    missing = bench.judge()
+    assert not missing.passed
+    assert "square" in missing.reason
+    bench.write_kernel("own", (SOLUTIONS / "heron.py").read_text())
+    found = bench.judge()
+    assert (found.passed, found.green, found.of) == (True, 1, 1), found.reason
+
+
+def test_no_answer_is_within_reach(tmp_path: Path):
+    load_operators()
+    known = {entry.op for entry in contracts()}
+    shipped = [*(ROOT / "skill").rglob("*.md"), *(ROOT / "playbooks").glob("*.md"),
+               *(ROOT / "agent_tools" / "eval").rglob("*.*"), *tmp_path.rglob("*.*")]  # fmt: skip
+    texts = {path: path.read_text() for path in shipped if path.suffix in (".md", ".py", ".yaml")}
+    for solution in SOLUTIONS.glob("*.py"):
+        values = ast.literal_eval(
+            re.search(r"CONTRACT = (\{.*?\n\})", solution.read_text(), re.S)[1]
+        )
+        assert values["op"] not in known
+        for path, text in texts.items():
+            assert values["op"] not in text, f"{path} names {values['op']}"
+            assert values["id"] not in text
+            assert "fixed_sum" not in text
+    assert not SOLUTIONS.is_relative_to(ROOT / "agent_tools")
+
+
+def test_a_task_is_a_folder_as_a_hub_gives_it(tmp_path: Path):
+    folder = task("heron").write(tmp_path / "model")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "README.md", "config.json", "modeling_heron.py"]  # fmt: skip
+    with pytest.raises(UsageError, match="use one of"):
+        task("phoenix")
+
+
+def test_each_task_of_an_operator_names_what_is_missing(tmp_path: Path):
+    bench = bench_of("curlew", tmp_path, ("C3",))
+    with pytest.raises(UncoveredSiteError, match="layer_norm"):
+        bench.localize("paged:decode", "paged:alone", "aligned")
+    assert "NONE" in bench.inspect()
+
+
+def test_the_autopilot_says_where_it_is_stuck(tmp_path: Path):
+    report = evaluate(tmp_path, None, None, only=["heron"], judge=Workbench.judge_here)
+    (score,) = report.scores
+    assert (score.solved, score.reason, score.green) == (False, "stuck", 0)
+    assert "torch.square" in score.detail
+    assert report.exit_code == 1
+    assert "| heron | operator | stuck | 0 of 5 |" in report.markdown()
+
+
+def test_scores_come_from_the_gates_alone(tmp_path: Path):
+    def green(bench: Workbench) -> Judgement:
+        return Judgement(passed=True, reason="green", green=5, of=5)
+
+    report = evaluate(tmp_path, None, None, only=["osprey"], judge=green)
+    assert (report.solved, report.exit_code, report.scores[0].green) == (1, 0, 5)
+    assert BenchReport.model_validate_json(report.model_dump_json()) == report
+
+
+def test_a_driver_that_reads_files_is_refused_beside_the_solutions(tmp_path: Path):
+    budgets = Budgets(waive_money=True)
+    with pytest.raises(CapabilityError, match="reference solutions"):
+        evaluate(tmp_path, Agent(name="claude"), budgets)
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--only", "phoenix"], 2, "there is no task"),
+        (["--agent", "anthropic"], 2, "--waive-money"),
+        (["--agent", "openai", "--max-money", "1"], 2, "--price"),
+        (["--agent", "openai", "--waive-money", "--only", "heron"], 2, "--agent-model"),
+        (["--agent", "openai", "--agent-model", "m", "--waive-money", "--only", "heron"], 4, "no API key"),
+        (["--agent", "anthropic", "--agent-model", "m", "--waive-money", "--only", "heron"], 4,
+         "ANTHROPIC_API_KEY"),
+    ],
+)  # fmt: skip
+def test_what_is_missing_is_said_first(
+    words: list[str], code: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):  # fmt: skip
+    for variable in ("ANTHROPIC_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.delenv(variable, raising=False)
+    assert run(["eval", "agent", "--out", str(tmp_path / "out"), *words]) == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--agent", "openai", "--max-turns", "-1"], "max-turns"),
+        (["--agent", "openai", "--waive-money", "--resume"], "--resume needs --out"),
+        (["--agent", "openai", "--waive-money", "--rollout", "vllm"], "drop these"),
+        (["--agent", "openai", "--max-money", "1", "--price", "cheap"], "INPUT:OUTPUT"),
+        (["--agent", "somebody"], "somebody"),
+    ],
+)
+def test_unusable_arguments_of_align_are_said(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["align", "tiny:llama", *words]) == 2
+    assert said in capsys.readouterr().err
