@@ -23,12 +23,14 @@ import typer
 
 from ..kernels.errors import DiskError, ZeroMismatchError
 from .commands import (
+    agent,
     gate,
     job,
     measure,
     patch,
     playbook,
     project,
+    recipe_pr,
     registry,
     repro,
     serve,
@@ -50,6 +52,7 @@ app = typer.Typer(
 )
 for group in (
     project, measure, gate, registry, repro, verify, patch, job, serve, train, study, playbook,
+    recipe_pr, agent,
 ):  # fmt: skip
     group.register(app)
 

@@ -32,9 +32,8 @@ QUICK_REQUESTS, QUICK_REPLY = 4, 12
 
 
 def register(app: typer.Typer) -> None:
-    """Add these commands to ``zm``."""
+    """Add ``localize`` to ``zm``; ``align`` is added by agent.py, which knows agents as well."""
     app.command()(localize)
-    app.command()(align)
 
 
 @command
