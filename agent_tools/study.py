@@ -54,8 +54,7 @@ ENTRIES: dict[str, Entry] = {
         plan="aligned" if name in ALIGNED else "stock",
         synchronous=name == "synchronous",
     )
-    for name, loss in LOSSES.items()
-    if not loss.needs_head  # workers record no head of the vocabulary
+    for name in LOSSES
 }
 
 
@@ -126,13 +125,8 @@ class Study(Record):
 def chosen_entries(names: Sequence[str]) -> dict[str, Entry]:
     """The named entries, REINFORCE Zero first; all of them where none is named."""
     for name in names:
-        if name not in LOSSES:
-            raise UsageError(f"there is no loss {name!r}; choose among {', '.join(ENTRIES)}")
         if name not in ENTRIES:
-            raise UsageError(
-                f"{name} needs the rollout's head of the vocabulary, which workers do not record; "
-                "leave it out"
-            )
+            raise UsageError(f"there is no loss {name!r}; choose among {', '.join(ENTRIES)}")
     wanted = [OURS, *names] if names else [*ENTRIES]
     return {name: ENTRIES[name] for name in dict.fromkeys(wanted)}
 

@@ -77,7 +77,11 @@ class RolloutWorker:
         self.model = model or load_model(spec.model, dtype=spec.dtype, seed=spec.model_seed)
         self.engine = PagedEngine(self.model, spec.plan)
         self.heads = (
-            HeadRecorder(self.engine.instrument, spec.config.temperature)
+            HeadRecorder(
+                self.engine.instrument,
+                vocabulary=self.model.config.vocab_size,
+                temperature=spec.config.temperature,
+            )
             if loss_named(spec.config.loss).needs_head
             else None
         )

@@ -6,8 +6,10 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from zeromismatch.kernels import bits
 from zeromismatch.kernels.errors import UsageError
 from zeromismatch.trainer.loop.records import Batch, Head
+from zeromismatch.trainer.loop.trajectories import part_of
 from zeromismatch.trainer.losses.advantage import batch_mean, group_mean
 from zeromismatch.trainer.losses.catalogue import LOSSES, loss_named
 from zeromismatch.trainer.losses.flash_reinforce import binary_kl
@@ -250,3 +252,19 @@ def test_binary_kl_in_fp64_at_the_ends():
 def test_the_batch_mean_is_for_whole_updates():
     rewards = torch.tensor([1.0, 0.0, 0.0, 1.0], dtype=torch.float64)
     assert batch_mean(rewards, torch.tensor([0, 1, 2, 3])).tolist() == [0.5, -0.5, -0.5, 0.5]
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_micro_batches_of_whole_responses_give_the_same_bits(name: str, logp: torch.Tensor):
+    loss = loss_named(name)
+    batch = make_batch(advantages=loss.advantages)
+    loss(batch, logp).loss.backward()
+    pieces = []
+    for first, last in ((0, 1), (1, 3), (3, 4)):
+        tokens = (batch.response >= first) & (batch.response < last)
+        own = logp.detach()[tokens].clone().requires_grad_()
+        loss(part_of(batch, first, last), own).loss.backward()
+        assert own.grad is not None
+        pieces.append(own.grad)
+    assert logp.grad is not None
+    assert bits.equal(torch.cat(pieces), logp.grad)
