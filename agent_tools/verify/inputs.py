@@ -25,6 +25,7 @@ from ...kernels.trial import Case
 
 ROWS = (1, 7, 8, 9, 127, 128, 129, 255, 256, 257, 4096, 4097)
 QUICK_ROWS = (1, 9, 129, 257)
+PAGE = cases_attention.PAGE
 AREA = 12_288
 """Elements of an output: rows times columns, about."""
 
@@ -261,9 +262,46 @@ def _attention(draw: Draw, t: int) -> Case:
     return cases_attention.case(setting, draw.random.getrandbits(40), draw.dtype)
 
 
+def _attention_grad(draw: Draw, t: int) -> Case:
+    """Packed requests of ``t`` rows in all, or fewer, after their own forward."""
+    lengths, left = [], min(t, 60)
+    while left > 0:
+        lengths.append(draw.random.randint(1, left))
+        left -= lengths[-1]
+    kv_heads, dim = draw.random.choice((1, 2)), 16 * draw.random.randint(1, 4)
+    heads = kv_heads * draw.random.choice((1, 3))
+    rows = sum(lengths)
+    q, k, v, dout = (
+        draw.rows(rows, num * dim, scale=0.3).view(rows, num, dim)
+        for num in (heads, kv_heads, kv_heads, heads)
+    )
+    window, softcap = draw.random.choice((0, 17)), draw.random.choice((0.0, 7.0))
+    options = (dim**-0.5, window, softcap, draw.maybe(draw.uniform(heads, -2.0, 2.0)))
+    start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    pages = torch.tensor([-(-length // PAGE) for length in lengths])
+    first = pages.cumsum(0) - pages
+    slots = torch.cat(
+        [torch.arange(n) + PAGE * int(at) for n, at in zip(lengths, first, strict=True)]
+    )
+    held = [each.new_zeros(int(pages.sum()) * PAGE, *each.shape[1:]) for each in (k, v)]
+    held[0][slots], held[1][slots] = k, v
+    k_pages, v_pages = (each.unflatten(0, (-1, PAGE)) for each in held)
+    table = (first[:, None] + torch.arange(int(pages.max()))).to(torch.int32)
+    forward = reference(draw.contract.id.replace("attention_grad.", "attention.")).run
+    saved = forward(
+        q, k_pages.permute(0, 2, 3, 1).contiguous(), v_pages.transpose(1, 2).contiguous(), start,
+        torch.tensor(lengths, dtype=torch.int32), table, *options,
+    )  # fmt: skip
+    label = f"lengths {lengths}, heads {heads}/{kv_heads} of {dim}, window {window}"
+    return _case(label, dout, q, k, v, *saved, start, *options)
+
+
+_PAGED: dict[str, Maker] = {"attention": _attention, "attention_grad": _attention_grad}
+
+
 def has_own_shapes(contract: Contract) -> bool:
     """Whether the sizes are secret too, not only the data."""
-    paged = contract.op == "attention" and contract.device == "cpu"
+    paged = contract.op in _PAGED and contract.device == "cpu"
     return contract.op in _MAKERS or paged
 
 
@@ -275,6 +313,6 @@ def held_out(
         seed = draw.random.getrandbits(30)
         yield from certify.cases_of(contract, quick=quick, seed=seed)
         return
-    maker = _MAKERS.get(contract.op, _attention)
+    maker = _MAKERS.get(contract.op) or _PAGED[contract.op]
     for num_rows in rows or (QUICK_ROWS if quick else ROWS):
         yield maker(draw, num_rows)

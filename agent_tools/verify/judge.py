@@ -124,7 +124,8 @@ class Gradients:
         true = [each for each in exact if each is not None]
         for number, (got, each) in enumerate(zip(outputs, true, strict=False), 1):
             error = distance(got, each)
-            allowed = max(entry.contract.gradient_rtol, torch.finfo(got.dtype).eps)
+            stored = torch.finfo(getattr(torch, entry.contract.dtype)).eps
+            allowed = max(entry.contract.gradient_rtol, stored)
             self.compared += got.numel()
             if error / allowed >= self.share:
                 self.share, self.error, self.tolerance = error / allowed, error, allowed

@@ -19,7 +19,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...kernels import certificates
 from ...kernels.contract import Contract
 from ...kernels.dispatch import choose
 from ...kernels.errors import CapabilityError
@@ -40,12 +39,12 @@ from .records import (
     Limits,
     SpeedAnswer,
     Verification,
-    VerificationStatus,
     Violation,
     workspace_file,
 )
 from .static import Source, check, read_candidate
 from .sweep import Sweep, cases_of
+from .verdict import conclude, digests
 from .watch import Nursery, StoppedError, Worker, isolation
 
 Progress = Callable[[str], None]
@@ -69,7 +68,8 @@ def verify_kernel(
 
     quick: fewer shapes, the same questions. allow_missing: required isolations that the caller
     accepts to be without. questions: those to ask; any that stays open makes the verdict void, and
-    bits are always asked. nursery: a running one to fork workers from (many candidates in a row).
+    bits are always asked. nursery: a running one to fork workers from, for one candidate after
+    another.
     UsageError for a file or contract that cannot be used, CapabilityError where a required
     isolation, a compiler or the device is missing.
     """
@@ -152,6 +152,8 @@ class _Run:
                 self._speed(nursery, folder, library)
         except StoppedError as stopped:
             self.violations.append(Violation(rule=stopped.rule, detail=stopped.detail))
+        finally:
+            nursery.end_workers()
 
     def _candidate(
         self, nursery: Nursery, folder: Path, library: Path | None, *, pattern: str | None,
@@ -336,7 +338,8 @@ class _Run:
 
     def report(self, seconds: float) -> Verification:
         """The verdict."""
-        status, reason = self._verdict()
+        questions = (self.bits, self.accuracy, self.gradient, self.speed)
+        status, reason = conclude(self.violations, self.controls, questions)
         review: list[str] = []
         if self.new:
             review.append(f"{self.contract_id} is a new contract: its order and rounding are yours "
@@ -369,38 +372,3 @@ class _Run:
             hashes=digests(self.contract),
             seconds=seconds,
         )
-
-    def _verdict(self) -> tuple[VerificationStatus, str]:
-        if self.violations:
-            found = self.violations[0]
-            where = f" ({found.where})" if found.where else ""
-            return "fail", f"breaks rule {found.rule}{where}: {found.detail}"
-        green = [each for each in self.controls if not each.red]
-        if green:
-            return "void", f"control {green[0].name!r} is not red: {green[0].detail}"
-        questions = (self.bits, self.accuracy, self.gradient, self.speed)
-        open_ = [each for each in questions if each.status == "not-run"]
-        if open_ or not self.controls:
-            detail = next((each.detail for each in open_ if each.detail), "a question is open")
-            return "void", f"{detail}; run it again on an idle machine"
-        return "pass", "bits, accuracy, gradient and speed are green, and every control was red"
-
-
-def digests(contract: Contract) -> dict[str, str]:
-    """Of all that judges: a report with other digests was judged by something else."""
-    here = Path(__file__).resolve().parent
-    kernels = here.parents[1] / "kernels"
-    parts = {
-        "verifier": sorted(here.glob("*.py")),
-        "comparer": [kernels / "bits.py"],
-        "references": sorted((kernels / "reference").glob("*.py")),
-        "cases": [*sorted(kernels.glob("cases*.py")), kernels / "trial.py"],
-    }
-    found = {
-        name: hashlib.blake2b(b"".join(p.read_bytes() for p in paths), digest_size=16).hexdigest()
-        for name, paths in parts.items()
-    }
-    found["contract"] = hashlib.blake2b(repr(contract).encode(), digest_size=16).hexdigest()
-    if contract.device == "cpu":
-        found["core"] = certificates.library_digest()
-    return found

@@ -279,6 +279,12 @@ class Nursery:
             ) from error
         return worker
 
+    def end_workers(self) -> None:
+        """End every worker that is left; the clean process stays."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+
     def _fork(self, settings: dict[str, Any]) -> Worker:
         self._wait()
         ours, theirs = socket.socketpair()
@@ -308,8 +314,7 @@ class Nursery:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:  # fmt: skip
-        for worker in self._workers:
-            worker.end()
+        self.end_workers()
         self._control.close()
         try:
             self._process.wait(timeout=5.0)
