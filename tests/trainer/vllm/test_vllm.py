@@ -1,0 +1,99 @@
+"""vLLM beside the trainer, on a CPU: equal bits, named mismatches, publication, refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+
+
+@pytest.fixture(scope="module")
+def aligned(ask: Any, checkpoint: str) -> dict[str, Any]:
+    return ask("aligned", checkpoint)
+
+
+@pytest.mark.parametrize("policy", ["alone", "batched", "chunk:7", "decode", "mixed", "prefix-hit"])
+def test_every_policy_has_the_trainers_bits(aligned: dict[str, Any], policy: str) -> None:
+    found = aligned["policies"][policy]
+    assert found["tokens"] > 20
+    assert found["differing"] == 0
+
+
+def test_what_was_executed_is_what_was_asked(aligned: dict[str, Any]) -> None:
+    policies = aligned["policies"]
+    assert policies["prefix-hit"]["hits"] >= 4
+    assert policies["chunk:7"]["chunked"] == 4
+    assert policies["batched"]["steps"] == 1
+    assert policies["decode"]["steps"] > policies["alone"]["steps"]
+
+
+def test_sampled_tokens_have_the_trainers_bits(aligned: dict[str, Any]) -> None:
+    sampled = aligned["sampled"]
+    assert sampled["compared"] == 48
+    assert sampled["differing"] == 0
+    assert sampled["facts"]["mixed_steps"] > 0
+    assert sampled["facts"]["chunked_prompts"] > 0
+
+
+def test_an_engine_says_what_serves_it(aligned: dict[str, Any]) -> None:
+    described = aligned["described"]
+    assert described["vllm_attention"] == ["AlignedImpl"]
+    assert described["vllm_logprobs_mode"] == "raw_logprobs"
+    assert described["vllm_weights"] == "read back"
+    assert described["plugin"]["AlignedRMSNorm"] == 5
+
+
+def test_publication_is_whole_or_not_at_all(aligned: dict[str, Any]) -> None:
+    found = aligned["publication"]
+    assert found["refused"] == ["partial: UsageError", "foreign: UsageError", "late: BudgetError"]
+    assert found["kept"]
+    assert found["addresses"]
+    assert found["root"]
+    assert found["versions"] == [1]
+    assert found["after"]["compared"] > 0
+    assert found["after"]["differing"] == 0
+
+
+def test_localize_finds_nothing_under_a_plan(ask: Any, checkpoint: str) -> None:
+    found = ask("located", checkpoint, "aligned")
+    assert found["status"] == "EQUAL", found["reason"]
+    assert found["self_test"]["passed"]
+    assert found["coverage"]["share"] == 1.0
+
+
+def test_localize_names_vllms_own_mismatches(ask: Any, checkpoint: str) -> None:
+    found = ask("located", checkpoint, "stock")
+    assert found["status"] == "DIVERGENT"
+    groups = {group["op_class"]: group for group in found["groups"]}
+    assert {"linear", "attention", "lm_head"} <= groups.keys()
+    assert groups["linear"]["count"] == 14
+    assert groups["linear"]["cause"] == "reduction order"
+    assert found["confirmation"]["confirmed"]
+    assert found["self_test"]["passed"]
+
+
+def test_without_a_recipe_the_plug_in_changes_nothing(ask: Any, checkpoint: str) -> None:
+    found = ask("inert", checkpoint)
+    assert "LlamaForCausalLM" in found["loaded"]
+    assert found["class"] == "vllm.model_executor.models.llama.LlamaForCausalLM"
+    assert found["evidence"]["layers"] == {}
+    assert found["replaced"] == []
+
+
+def test_a_recipe_is_adopted_in_two_lines(ask: Any, checkpoint: str, tmp_path: Path) -> None:
+    found = ask("adopted", checkpoint, str(tmp_path / "recipe"))
+    assert found["tokens"] == 48
+    assert found["differing"] == 0
+
+
+def test_everything_a_recipe_does_not_cover_is_one_list(ask: Any, checkpoint: str) -> None:
+    found = " | ".join(ask("refused", checkpoint)["violations"])
+    for part in (
+        "tensor parallelism of 2",
+        "speculative decoding (ngram)",
+        "a KV cache of fp8_e5m2",
+        "logprobs_mode processed_logprobs",
+        "dtype bfloat16: the recipe is for float32",
+    ):
+        assert part in found
