@@ -1,6 +1,7 @@
 """Repros: the smallest call that still differs, alone in a file, with the right exit code."""
 
 import json
+import resource
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.records import Divergence
 from zeromismatch.agent_tools.reduction.capture import capture
 from zeromismatch.agent_tools.reduction.shrink import minimise, shrink
+from zeromismatch.agent_tools.reduction.whole import write_whole_repro
 from zeromismatch.agent_tools.repro import Repro, repro_of, write_repro
 from zeromismatch.agent_tools.sides import Runner, Side
 from zeromismatch.kernels.errors import InconclusiveError, UsageError
@@ -23,6 +25,7 @@ from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.trainer.engines.base import Request
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
+ALONE = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
 Stock = tuple[Runner, Runner, Divergence]
 
 
@@ -30,8 +33,7 @@ def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a generated file in a process of its own."""
     return subprocess.run(
         [sys.executable, str(folder / "repro.py"), *arguments],
-        capture_output=True, text=True, check=False, cwd=folder,
-        env={"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True, text=True, check=False, cwd=folder, env=ALONE,
     )  # fmt: skip
 
 
@@ -83,6 +85,36 @@ def test_a_bug_planted_inside_a_model_shrinks_to_its_operator(
         assert tensors["shared.weight"].shape[1] <= 2
     if fault == "B02":
         assert alone(tmp_path).returncode == 1
+
+
+ANY = ("B01", "M06", "Q01", "C01", "C05", "T01")
+"""A kernel alone, a cache, an engine's answer, a publication, a certificate."""
+
+
+def cpu_seconds(*command: str, expect: int) -> float:
+    """What a process costs; elapsed time on a busy machine says nothing."""
+    began = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run([sys.executable, *command], capture_output=True, check=False, env=ALONE)
+    ended = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == expect, done.stderr
+    return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ANY)
+def test_a_repro_of_any_planted_fault_is_small_and_runs_alone_in_seconds(
+    model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path, fault: str
+) -> None:
+    if FAULTS[fault].make_kernel is None:
+        sides = map(Side.parse, FAULTS[fault].sides)
+        write_whole_repro(tmp_path, *sides, model, requests, fault=fault, seconds=20)
+    else:
+        with plant(fault, model):
+            write_repro(tmp_path, *find(model, requests[1:2], fault), fault=fault, seconds=20)
+    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 5_000_000
+    # Neighbours on the machine slow every instruction: then imports alone are the measure.
+    imports = cpu_seconds("-c", "import torch, transformers.models.llama.modeling_llama", expect=0)
+    assert cpu_seconds(str(tmp_path / "repro.py"), expect=1) < max(10, 2.5 * imports)
 
 
 def test_without_the_fault_the_same_case_is_equal(
