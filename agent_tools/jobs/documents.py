@@ -3,6 +3,8 @@
 Only the schemas of the tools need them (``server/schemas.py``); importing this imports torch.
 """
 
+from typing import NotRequired
+
 from typing_extensions import TypedDict
 
 from ...kernels.certificates import Certificate
@@ -82,3 +84,19 @@ class Drawn(TypedDict):
     page: str
     verdict: str
     title: str
+
+
+class PlaybookTitle(TypedDict):
+    """One playbook in the list."""
+
+    name: str
+    title: str
+
+
+class Playbooks(TypedDict):
+    """``zm playbook``: the list, or one page."""
+
+    playbooks: NotRequired[list[PlaybookTitle]]
+    name: NotRequired[str]
+    title: NotRequired[str]
+    text: NotRequired[str]

@@ -39,7 +39,8 @@ class Operation:
     function: module below ``agent_tools`` and name. result: where the type of its document is.
     quick: it takes no slot, since it answers at once. direct: it even answers without a process of
     its own, and imports nothing heavy. folder: without ``out`` it writes to ``runs/<job>``.
-    limit_seconds: after that long it is ended.
+    limit_seconds: after that long it is ended. withheld: parameters that only a person may set.
+    outputs: parameters that name what is written.
 
         Operation(name="doctor", title="What is here", function="commands.project:doctor",
                   result="doctor:Examination", quick=True)
@@ -54,6 +55,8 @@ class Operation:
     folder: bool = False
     read_only: bool = True
     destructive: bool = False
+    withheld: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = OUTPUTS
     limit_seconds: float = 3600.0
 
     def load(self) -> Callable[..., Answer]:
@@ -72,7 +75,7 @@ class Operation:
         """Name -> (annotation with help and bounds, default or ``...``); paths are strings here."""
         found: Parameters = {}
         for name, parameter in inspect.signature(self.load(), eval_str=True).parameters.items():
-            if name != NOT_ASKED:
+            if name != NOT_ASKED and name not in self.withheld:
                 given = parameter.default
                 default: Any = ... if given is inspect.Parameter.empty else given
                 found[name] = (_described(parameter.annotation), default)
@@ -190,6 +193,30 @@ OPERATIONS = {
         Operation(
             name="trace", title="Read a stored trace page by page",
             function="commands.job:trace", result="jobs.results:TracePage", quick=True,
+        ),
+        Operation(
+            name="verify", title="Judge a kernel against a contract",
+            function="commands.verify:verify", result="verify.records:Verification",
+            withheld=("rules", "allow_missing"), limit_seconds=900.0,
+        ),
+        Operation(
+            name="patch_propose", title="Check a change against what a patch may touch",
+            function="commands.patch:propose", result="patch.records:PatchReport",
+            outputs=("run",), read_only=False, limit_seconds=300.0,
+        ),
+        Operation(
+            name="patch_apply", title="Admit a change as one commit, or undo it",
+            function="commands.patch:apply", result="patch.records:PatchReport",
+            outputs=("run",), withheld=("reviewed",), read_only=False, limit_seconds=14400.0,
+        ),
+        Operation(
+            name="patch_revert", title="Remove a change's branch and worktree",
+            function="commands.patch:revert", result="patch.records:PatchReport",
+            outputs=("run",), read_only=False, destructive=True, limit_seconds=300.0,
+        ),
+        Operation(
+            name="playbook", title="What to do about a cause",
+            function="commands.playbook:playbook", result="jobs.documents:Playbooks", direct=True,
         ),
         Operation(
             name="list_runs", title="What was run here",

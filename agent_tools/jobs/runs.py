@@ -6,7 +6,7 @@
 Runs are folders below ``runs/`` that some tool wrote; the folder of the jobs is none.
 """
 
-import itertools
+import dataclasses
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -97,11 +97,21 @@ def _count(trace: "Trace", site: str) -> int:
 
 
 def _rows(trace: "Trace", site: str, shown: slice) -> tuple[TraceRow, ...]:
-    chosen = itertools.islice(trace.observations(site), shown.start, shown.stop)
-    return tuple(
-        TraceRow(
-            request=each.request, position=each.position, call=each.call, slot=str(each.shard),
-            dtype=each.dtype, digest=each.digest,
-        )
-        for each in chosen
-    )  # fmt: skip
+    """Rows of a site; only these become records, since a trace may hold millions."""
+    left, start = shown.stop - shown.start, shown.start
+    found: list[TraceRow] = []
+    for key, column in trace.columns.items():
+        if key.site != site:
+            continue
+        part = slice(start, start + left)
+        cut = dataclasses.replace(column, rows=column.rows[part], digests=column.digests[part])
+        start = max(0, start - len(column.rows))
+        left -= len(cut.rows)
+        found += [
+            TraceRow(
+                request=each.request, position=each.position, call=each.call,
+                slot=str(each.shard), dtype=each.dtype, digest=each.digest,
+            )
+            for each in dataclasses.replace(trace, columns={key: cut}).observations()
+        ]  # fmt: skip
+    return tuple(found)

@@ -13,13 +13,17 @@ from typing import Any
 from mcp.shared.path_security import PathEscapeError, safe_join
 
 from ...kernels.errors import UsageError
-from ..jobs.operations import OUTPUTS, Operation
+from ..jobs.operations import Operation
 from ..jobs.store import JOBS
 
 PLACES = ("model", "plan")
 """Texts that may be the name of a folder or file."""
 SIDES = ("left", "right")
+FILE_PAIRS = "kernel"
+"""A list of FILE=ID."""
 BUILT_HERE = "tiny:"
+CODE = "code:"
+"""Runs the modelling code in a folder, which therefore has to be the person's own."""
 
 
 def confined(operation: Operation, arguments: Mapping[str, Any], workspace: Path) -> dict[str, Any]:
@@ -31,14 +35,24 @@ def confined(operation: Operation, arguments: Mapping[str, Any], workspace: Path
             if isinstance(text, str):
                 check_text(name, text)
         if isinstance(value, str) and name in paths:
-            value = inside(workspace, value, writing=name in OUTPUTS)
+            value = inside(workspace, value, writing=name in operation.outputs)
         elif isinstance(value, str) and name in PLACES and not value.startswith(BUILT_HERE):
-            relative = inside(workspace, value)
-            value = relative if Path(value).is_absolute() else value
+            prefix = CODE if value.startswith(CODE) else ""
+            place = value.removeprefix(prefix)
+            relative = inside(workspace, place)
+            if prefix and Path(relative).parts[:1] == JOBS.parts[:1]:
+                raise UsageError(
+                    f"{value[:200]!r} would run code from a folder that tools write to; a person "
+                    "has to move the model out of runs/ first"
+                )
+            value = prefix + (relative if Path(place).is_absolute() else place)
         elif isinstance(value, str) and name in SIDES:
             _, colon, schedule = value.partition(":")
             if colon and schedule:
                 inside(workspace, schedule)
+        elif isinstance(value, list) and name == FILE_PAIRS:
+            for pair in value:
+                inside(workspace, str(pair).partition("=")[0])
         checked[name] = value
     return checked
 

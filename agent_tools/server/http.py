@@ -73,6 +73,7 @@ def serve(server: MCPServer, port: int, token_file: Path) -> None:
             listening.bind((HOST, port))
         except OSError as error:
             raise CapabilityError(f"port {port} is taken; use --port 0 for a free one") from error
+        listening.listen()  # before its address is told: the first request waits for the server
         port = listening.getsockname()[1]
         print(f"zm: http://{HOST}:{port}{PATH}, token in {token_file}", file=sys.stderr, flush=True)
         config = uvicorn.Config(

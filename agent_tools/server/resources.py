@@ -20,12 +20,13 @@ from typing import Any
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ResourceNotFoundError
 from mcp.server.mcpserver.prompts import Prompt
+from mcp.server.mcpserver.resources import ResourceSecurity
 
 from ...kernels.errors import UsageError, ZeroMismatchError
 from ..jobs import runs
 from ..jobs.paging import bounded, page
 from ..jobs.store import Store
-from .playbooks import playbooks
+from ..playbooks import names, render
 
 MAX_DOCUMENT = 50_000_000
 MAX_HEAD = 64_000_000
@@ -67,7 +68,7 @@ def add_resources(server: MCPServer, store: Store) -> None:
 
     def playbook(name: str) -> str:
         """What to do about one cause: symptom, probe, cause, fix, price."""
-        return _playbook(name).text
+        return render(name)
 
     for template, function, kind in (
         ("run://{run}", run, JSON),
@@ -77,19 +78,22 @@ def add_resources(server: MCPServer, store: Store) -> None:
         ("job://{job}/log{?offset}", log, "text/plain"),
         ("playbook://{name}", playbook, "text/markdown"),
     ):
-        server.resource(template, mime_type=kind)(_found(function))
-    for name, each in playbooks().items():
-        uri = f"playbook://{name}"
-        server.resource(uri, name=name, title=each.title, mime_type="text/markdown")(
-            _reader(each.text)
-        )
-        server.add_prompt(Prompt.from_function(_reader(each.text), name=name, title=each.title))
+        pointers = ResourceSecurity(exempt_params={"at"})  # a JSON pointer looks like a path
+        server.resource(template, mime_type=kind, security=pointers)(_found(function))
+    for name in names():
+        title = name.replace("-", " ").capitalize()
+        read = _reader(name)
+        told = f"Playbook on {name.replace('-', ' ')}: symptom, probe, cause, fix, price."
+        server.resource(
+            f"playbook://{name}", name=name, title=title, description=told,
+            mime_type="text/markdown",
+        )(read)  # fmt: skip
+        server.add_prompt(Prompt.from_function(read, name=name, title=title, description=told))
 
 
-def _reader(text: str) -> Callable[[], str]:
+def _reader(name: str) -> Callable[[], str]:
     def read() -> str:
-        """What to do about this cause."""
-        return text
+        return render(name)
 
     return read
 
@@ -105,13 +109,6 @@ def _found(function: Callable[..., str]) -> Callable[..., str]:
             raise ResourceNotFoundError(str(error)) from error
 
     return read
-
-
-def _playbook(name: str) -> Any:
-    known = playbooks()
-    if name not in known:
-        raise UsageError(f"there is no playbook {name[:80]!r}; there are {', '.join(known)}")
-    return known[name]
 
 
 def _document(folder: Path, at: str, offset: int) -> Any:

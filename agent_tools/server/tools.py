@@ -20,9 +20,9 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools import Tool
 from mcp.server.mcpserver.utilities.func_metadata import ArgModelBase, FuncMetadata
 from mcp.types import CallToolResult, ResourceLink, TextContent, ToolAnnotations
-from pydantic import ConfigDict, Field, create_model
+from pydantic import ConfigDict, Field, ValidationError, create_model
 
-from ...kernels.errors import UsageError, ZeroMismatchError
+from ...kernels.errors import ZeroMismatchError
 from ..cli import attempt
 from ..commands.answer import Answer, as_document, plain_text
 from ..commands.job import job_text
@@ -64,6 +64,7 @@ JOB_STATUS: Parameters = {
     ),
 }  # fmt: skip
 LOG_LINES = 15
+MAX_PROBLEMS = 8
 FOLLOWING = {
     "queued": "job_status again",
     "running": "job_status again",
@@ -229,11 +230,13 @@ async def job_start(
     """
     operation = OPERATIONS[tool]
     model = create_model(f"{tool}Arguments", __base__=Arguments, **operation.parameters())  # type: ignore[call-overload]
-    checked = model.model_validate(arguments).model_dump_one_level()
     try:
+        checked = model.model_validate(arguments).model_dump_one_level()
         check_text("key", key)
         asked = confined(operation, checked, store.workspace)
         job = await _in_thread(functools.partial(_start, store, operation, asked, key))
+    except ValidationError as error:
+        raise ToolError(f"arguments of {tool}: {problems(error)}") from error
     except ZeroMismatchError as error:
         raise ToolError(str(error)) from error
     return _about(job, f"Next: job_status with job {job.id}.")
@@ -267,6 +270,11 @@ def _about(job: Job, more: str) -> CallToolResult:
     )
 
 
-def unknown(name: str) -> UsageError:
-    """The error for a tool that does not exist."""
-    return UsageError(f"there is no tool {name[:80]!r}; tools/list names them all")
+def problems(error: ValidationError) -> str:
+    """What is wrong with the arguments, one part each, without repeating the values."""
+    found = [
+        f"{'.'.join(map(str, each['loc'])) or 'arguments'}: {each['msg']}"
+        for each in error.errors(include_input=False, include_url=False)
+    ]
+    more = f"; and {len(found) - MAX_PROBLEMS} more" if len(found) > MAX_PROBLEMS else ""
+    return "; ".join(part[:200] for part in found[:MAX_PROBLEMS]) + f"{more}. See the tool's schema"
