@@ -65,9 +65,9 @@ def stock_attention(
     """What torch runs instead, request by request; without windows, caps and sinks."""
     outs: list[Tensor] = []
     for start, stop in pairwise(query_start.tolist()):
-        heads = (each[start:stop].transpose(0, 1)[None] for each in (q, k, v))
+        one, keys, values = (each[start:stop].transpose(0, 1)[None] for each in (q, k, v))
         out = functional.scaled_dot_product_attention(
-            *heads, is_causal=True, scale=scale, enable_gqa=True
+            one, keys, values, is_causal=True, scale=scale, enable_gqa=True
         )
         outs.append(out[0].transpose(0, 1))
     return torch.cat(outs)

@@ -179,6 +179,36 @@ def recheck(*, rerun: bool = False) -> list[Rechecked]:
     for found, checked in _stored():
         again = _rerun(found) if rerun and found and checked.status == "valid" else None
         results.append(checked if again is None else _restated(checked, again))
+    return results + _shapes(rerun=rerun)
+
+
+def _shapes(*, rerun: bool) -> list[Rechecked]:
+    """The files of shapes at which a pinned library algorithm was proved on a GPU."""
+    from .linear import gpu_gemm, gpu_shapes
+
+    results: list[Rechecked] = []
+    for path in sorted(gpu_shapes.path_of("any").parent.glob("*.json")):
+        found = gpu_shapes.read(path)
+        status, reason = "unreadable", None
+        if isinstance(found, str):
+            reason = found
+        elif not torch.cuda.is_available():
+            status, reason = "foreign", "it is about a GPU, and there is none here"
+        else:
+            reason = found.void(*gpu_shapes.circumstances(found.contract))
+            if reason is None and rerun:
+                dtype = get_contract(found.contract).dtype
+                reason = gpu_gemm.reprove(getattr(torch, dtype))
+            status = "valid" if reason is None else "void"
+        results.append(
+            Rechecked(
+                file=f"shapes/{path.name}",
+                status=status,
+                reason=reason,
+                contract=path.stem,
+                implementation="cublaslt",
+            )
+        )
     return results
 
 

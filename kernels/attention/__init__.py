@@ -162,8 +162,10 @@ def packed_attention(
     are the same. Differentiable in q, k, v and sinks. Other arguments as there.
     """
     if q.is_cuda:
-        options = {"window": window, "softcap": softcap, "sinks": sinks}
-        return gpu.packed_attention(q, k, v, query_start, scale=scale, **options)
+        packed = (q, k, v, query_start)
+        return gpu.packed_attention(
+            *packed, scale=scale, window=window, softcap=softcap, sinks=sinks
+        )
     if k.shape != v.shape or k.dim() != 3 or k.dtype != v.dtype:
         raise ContractError(
             f"k {k.dtype} {tuple(k.shape)} and v {v.dtype} {tuple(v.shape)} differ; "

@@ -133,9 +133,9 @@ def reference_grad(
     parts: list[tuple[Tensor, ...]] = []
     for a, b in pairwise(query_start.tolist()):
         start = torch.tensor([0, b - a], dtype=torch.int32, device=q.device)
-        rows = (each[a:b].contiguous() for each in (do, q, k, v, o))
-        saved = lse[:, a:b].contiguous()
-        parts.append(backward(*rows, saved, start, scale, window, softcap, shape=shape))
+        one, two, three, four, five = (each[a:b].contiguous() for each in (do, q, k, v, o))
+        tensors = (one, two, three, four, five, lse[:, a:b].contiguous(), start)
+        parts.append(backward(*tensors, scale, window, softcap, shape=shape))
     dq, dk, dv = (torch.cat([part[i] for part in parts]) for i in range(3))
     return dq, dk, dv, torch.cat([part[3] for part in parts], dim=1)
 

@@ -6,12 +6,13 @@ keys. ``backward`` runs delta, dK and dV, then dQ.
 """
 
 import functools
+import importlib
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..gpu.device import aligned, num_multiprocessors
+from ..gpu.device import aligned, num_multiprocessors, programs
 from .batch import PAGE
 from .gpu_step import Work, schedule
 from .gpu_table import HOPPER_QUERIES, SPLIT, Shape, block_keys, padded, shape_of
@@ -34,7 +35,7 @@ def walk(
     """k, v: the cache, or with ``kv_start`` packed [T, HK, D]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     query_start, kv_len, table = index
     scale, window, softcap, sinks = settings
@@ -103,7 +104,8 @@ def split(
     few: int,
     settings: tuple[Any, ...],
 ) -> None:
-    from . import gpu_kernels, gpu_merge_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
+    gpu_merge_kernels = programs(__package__, "gpu_merge_kernels")
 
     query_start, kv_len, table = index
     scale, window, softcap, sinks = settings
@@ -116,8 +118,7 @@ def split(
     part_m, part_l = (torch.empty(chunks * kv_heads * rows, device=q.device) for _ in range(2))
     sms, items = num_multiprocessors(q.device.index), chunks * kv_heads
     per_sm = shape.per_sm if items > 4 * sms else min(2, shape.per_sm)
-    programs = min(sms * per_sm, items)
-    gpu_kernels.attention_split_kernel[(programs,)](
+    gpu_kernels.attention_split_kernel[(min(sms * per_sm, items),)](
         q,
         k,
         v,
@@ -183,8 +184,7 @@ def hopper_serves(q: Tensor, window: int, softcap: float, sinks: Tensor | None) 
 @functools.cache
 def has_gluon() -> bool:
     """Gluon is experimental in Triton: the kernel is used with the release it was proved with."""
-    import triton
-
+    triton: Any = importlib.import_module("triton")
     return triton.__version__.startswith("3.6.") and not triton.knobs.runtime.interpret
 
 
@@ -201,7 +201,8 @@ def hopper(
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    from . import gpu_hopper, gpu_step_kernels
+    gpu_hopper = programs(__package__, "gpu_hopper")
+    gpu_step_kernels = programs(__package__, "gpu_step_kernels")
 
     tokens, heads, size = q.shape
     kv_heads, keys, requests = k.shape[1], block_keys(size, q.dtype), query_start.numel() - 1
@@ -272,7 +273,7 @@ def backward(
     shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dq, dk, dv, delta [H, T]); shape: tiles other than the table's (schedule)."""
-    from . import gpu_backward_kernels
+    gpu_backward_kernels = programs(__package__, "gpu_backward_kernels")
 
     q, k, v, o, do, lse = (aligned(each) for each in (q, k, v, o, do, lse))
     tokens, heads, size = q.shape

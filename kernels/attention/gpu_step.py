@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ContractError
-from ..gpu.device import NAMES, require
+from ..gpu.device import NAMES, programs, require
 from .batch import PAGE, KVCache
 from .gpu_table import MAX_HEAD_DIM, SPLIT, shape_of
 
@@ -55,7 +55,7 @@ def new_cache(
 @torch.library.custom_op("zeromismatch::write_kv", mutates_args=("k_cache", "v_cache"))
 def write_kv_op(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot: Tensor) -> None:
     """Copy rows into slots; negative slots are skipped (padding rows of a captured graph)."""
-    from . import gpu_step_kernels
+    gpu_step_kernels = programs(__package__, "gpu_step_kernels")
 
     k, v = (
         x if x.stride(-1) == 1 and x.stride(1) == x.shape[2] else x.contiguous() for x in (k, v)
@@ -128,7 +128,7 @@ def schedule(
     Without ``max_query`` the step is looked up on the device, except inside a graph capture, where
     both kernels are launched; the other facts stay on the device.
     """
-    from . import gpu_step_kernels
+    gpu_step_kernels = programs(__package__, "gpu_step_kernels")
 
     requests = kv_len.numel()
     few, _ = _few(group, split)

@@ -84,7 +84,9 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[None, Tensor | None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_TH: Tensor
+    ) -> tuple[None, Tensor | None]:
         ids_T, weight = ctx.saved_tensors
         chain = chain_of(weight, "embedding")
         total = grad_weight(grad_TH, ids_T, weight.shape[0], accumulate_into=chain)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import aligned, require
+from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 
@@ -25,7 +25,7 @@ _COLUMNS = 512
 
 def gather(ids: Tensor, weight: Tensor) -> Tensor:
     """Rows ``weight[ids]`` of [V, H], bit for bit."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     weight, ids = aligned(weight), ids.contiguous()
     rows, width = ids.numel(), weight.shape[1]
@@ -47,7 +47,7 @@ def grad_weight(
     out_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """dW [V, H] from dy [T, H] and ids [T], zero where an id does not occur; plus ``initial``."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     dy = aligned(dy)
     tokens, width = dy.shape

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import require
+from ..gpu.device import programs, require
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 
@@ -33,7 +33,7 @@ def forward(
     gelu: bool, gate: Tensor, up: Tensor | None = None, *, block: int = _BLOCK, warps: int = 4
 ) -> Tensor:
     """act(gate) * up of [M, F]; gate and up may be halves of one tensor."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     gate, up = _rows(gate), None if up is None else _rows(up)
     y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -68,7 +68,7 @@ def backward(
     warps: int = 4,
 ) -> Any:
     """dgate, or with ``up`` (dgate, dup)."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     gate, up, dy = _rows(gate), None if up is None else _rows(up), dy.contiguous()
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -109,7 +109,7 @@ def cap_backward(
 
 
 def _cap(dy: Tensor | None, x: Tensor, cap: float, block: int, warps: int) -> Tensor:
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     x = x.contiguous()
     out = torch.empty_like(x)
@@ -243,7 +243,8 @@ def softcap(x: Tensor, cap: float) -> Tensor:
     return softcap_op(x, float(cap))
 
 
-_ONE = {"block": 32, "warps": 1}  # one element a thread: the formula, and nothing of the schedule
+# One element a thread: the formula, and nothing of the schedule.
+_ONE: dict[str, Any] = {"block": 32, "warps": 1}
 
 
 def _reference_act(gelu: bool, x: Tensor) -> Tensor:
@@ -275,7 +276,10 @@ _FORMULAS = {
     "silu": "x / (1 + exp2(-x log2 e))",
     "gelu": "x h, h = 1 - 1 / (1 + exp2(2 u log2 e)), u = sqrt(2 / pi) (x + 0.044715 x^3)",
 }
-_ELEMENTWISE = {"order": "elementwise", "functions": "ex2.approx.ftz, IEEE division"}
+_ELEMENTWISE: dict[str, Any] = {
+    "order": "elementwise",
+    "functions": "ex2.approx.ftz, IEEE division",
+}
 _NO_FMA = "fp32 without FMA; "
 _REFERENCE = "zeromismatch.kernels.gated.gpu:reference_"
 CONTRACTS = {

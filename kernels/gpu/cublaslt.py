@@ -16,6 +16,7 @@ Left out: epilogues other than a bias, FP8, batched products.
 import ctypes
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -73,6 +74,15 @@ def library() -> ctypes.CDLL | None:
         return None
 
 
+def _lib() -> ctypes.CDLL:
+    found = library()
+    if found is None:
+        raise CapabilityError(
+            "no cuBLASLt beside this torch; the class's own kernels serve instead"
+        )
+    return found
+
+
 def _check(status: int, call: str) -> None:
     if status != 0:
         raise CapabilityError(
@@ -86,14 +96,14 @@ def _check(status: int, call: str) -> None:
 def _handle(device: int) -> ctypes.c_void_p:
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        _check(library().cublasLtCreate(ctypes.byref(handle)), "create")
+        _check(_lib().cublasLtCreate(ctypes.byref(handle)), "create")
     return handle
 
 
 def _layout(dtype: torch.dtype, rows: int, cols: int, ld: int) -> ctypes.c_void_p:
     layout = ctypes.c_void_p()
     _check(
-        library().cublasLtMatrixLayoutCreate(
+        _lib().cublasLtMatrixLayoutCreate(
             ctypes.byref(layout),
             _TYPES[dtype],
             ctypes.c_uint64(rows),
@@ -122,11 +132,7 @@ class Problem:
         device: int = 0,
         bias: bool = False,
     ) -> None:
-        lib = library()
-        if lib is None:
-            raise CapabilityError(
-                "no cuBLASLt beside this torch; the class's own kernels serve instead"
-            )
+        lib = _lib()
         self.shape, self.device = (form, m, n, k), device
         self._desc = ctypes.c_void_p()
         _check(
@@ -143,9 +149,9 @@ class Problem:
         self._a = _layout(dtype, m, k, m) if form == "tn" else _layout(dtype, k, m, k)
         self._c = _layout(out, n, m, n)
 
-    def _set(self, attribute: int, value: ctypes._SimpleCData) -> None:
+    def _set(self, attribute: int, value: Any) -> None:
         _check(
-            library().cublasLtMatmulDescSetAttribute(
+            _lib().cublasLtMatmulDescSetAttribute(
                 self._desc, attribute, ctypes.byref(value), ctypes.sizeof(value)
             ),
             "descriptor attribute",
@@ -153,7 +159,7 @@ class Problem:
 
     def algorithms(self, count: int = 1) -> list[Algorithm]:
         """The heuristic's first ``count`` choices that keep K in one piece without workspace."""
-        lib = library()
+        lib = _lib()
         preference = ctypes.c_void_p()
         _check(lib.cublasLtMatmulPreferenceCreate(ctypes.byref(preference)), "preference")
         for attribute, value in (
@@ -204,7 +210,7 @@ class Problem:
         algo = _Algo.from_buffer_copy(algorithm.raw)
         out = ctypes.c_void_p(c.data_ptr())
         _check(
-            library().cublasLtMatmul(
+            _lib().cublasLtMatmul(
                 _handle(self.device),
                 self._desc,
                 ctypes.byref(one),
@@ -231,7 +237,7 @@ def _name(algo: _Algo) -> str:
     for key, attribute in _CONFIG.items():
         value, written = ctypes.c_uint32(0), ctypes.c_size_t(0)
         size = 2 if key in ("inner", "cluster") else 4
-        status = library().cublasLtMatmulAlgoConfigGetAttribute(
+        status = _lib().cublasLtMatmulAlgoConfigGetAttribute(
             ctypes.byref(algo),
             attribute,
             ctypes.byref(value),

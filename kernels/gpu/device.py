@@ -5,6 +5,9 @@ for which no contract is proved, operators refuse instead of running other numbe
 """
 
 import functools
+import importlib
+import importlib.util
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -38,11 +41,12 @@ def missing() -> str | None:
         return "there is no GPU here"
     if architecture() not in PROVED_ARCHITECTURES:
         return f"{architecture()} has no proved contract; {', '.join(PROVED_ARCHITECTURES)} has"
-    try:
-        import triton  # noqa: F401
-    except ImportError:
-        return "triton is not installed"
-    return None
+    return None if importlib.util.find_spec("triton") else "triton is not installed"
+
+
+def programs(package: str | None, name: str) -> ModuleType:
+    """A module of Triton programs, imported at the first launch."""
+    return importlib.import_module(f".{name}", package)
 
 
 def require(

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import ContractError
 from ..reference.digest import GOLDEN, digest_rows, dtype_code, mix_int, signed
+from .device import programs
 
 _MASK = (1 << 64) - 1
 
@@ -23,7 +24,7 @@ def _head(elements: int, dtype: torch.dtype) -> int:
 
 def launch(x: Tensor, out: Tensor) -> None:
     """The digest's kernel."""
-    from . import digest_kernels
+    digest_kernels = programs(__package__, "digest_kernels")
 
     rows = x.shape[0]
     if not rows:

@@ -140,7 +140,9 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_TN: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_TN: Tensor
+    ) -> tuple[Tensor | None, ...]:
         x_TK, weight, bias = ctx.saved_tensors
         _, wants_x, wants_weight, wants_bias, *rounding = ctx.needs_input_grad
         grad_TN = grad_TN.contiguous()

@@ -13,16 +13,27 @@ adversarial data; else our Triton kernels do. Unaligned tensors are copied.
 Legend: M rows, N outputs, K reduced axis; forms nt (forward), nn (dX), tn (dW).
 """
 
+import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..errors import ContractError
+from ..errors import ContractError, DiskError
 from ..gpu import cublaslt
-from ..gpu.device import NAMES, aligned, num_multiprocessors, require
+from ..gpu.device import (
+    NAMES,
+    PROVED_ARCHITECTURES,
+    aligned,
+    num_multiprocessors,
+    programs,
+    require,
+)
 from .gpu_table import FP32, FP32_SMALL, REFERENCE, Tile, tile_for
+
+if TYPE_CHECKING:
+    from .gpu_shapes import Served
 
 _CANDIDATES, _PROOF_ELEMENTS = 4, 1 << 16
 _FORMS = ("nt", "nn", "tn")
@@ -39,6 +50,7 @@ class Decision:
 
 _PLANS: dict[tuple[Any, ...], tuple[cublaslt.Problem, cublaslt.Algorithm] | Tile] = {}
 _DECISIONS: dict[tuple[Any, ...], Decision] = {}
+_STORED: dict[torch.dtype, "dict[tuple[Any, ...], Served]"] = {}
 
 
 def decisions() -> list[Decision]:
@@ -93,7 +105,7 @@ def _launch_pointer(
 ) -> Tensor:
     import triton
 
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     m, n, k = sizes
     stride_am, stride_ak = (a.stride(1), a.stride(0)) if form == "tn" else a.stride()
@@ -137,7 +149,7 @@ def _launch_tma(
     import triton
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     m, n, k = sizes
     sms = num_multiprocessors(a.device.index)
@@ -225,22 +237,94 @@ def own_tile(m: int, n: int, dtype: torch.dtype) -> Tile:
 
 def _decide(key: tuple[Any, ...]) -> tuple[cublaslt.Problem, cublaslt.Algorithm] | Tile:
     form, m, n, k, dtype, out_dtype, has_bias, index = key
-    own = own_tile(m, n, dtype)
+    plan: tuple[cublaslt.Problem, cublaslt.Algorithm] | Tile = own_tile(m, n, dtype)
     if torch.cuda.is_current_stream_capturing():
-        return own  # in the class by construction; the shape is decided at its next eager call
-    refused = []
-    plan: tuple[cublaslt.Problem, cublaslt.Algorithm] | Tile = own
+        return plan  # in the class by construction; the shape is decided at its next eager call
+    refused: tuple[str, ...] = ()
     if cublaslt.library() is not None:
         problem = cublaslt.Problem(form, m, n, k, dtype, out_dtype, index, has_bias)
-        for algorithm in problem.algorithms(_CANDIDATES):
-            if _proved(key, problem, algorithm):
-                plan = (problem, algorithm)
-                break
-            refused.append(algorithm.name)
+        algorithm, refused = _known(key) or _search(key, problem)
+        plan = plan if algorithm is None else (problem, algorithm)
     _PLANS[key] = plan
     serves = plan.name if isinstance(plan, Tile) else plan[1].name
-    _DECISIONS[key] = Decision(key, serves, tuple(refused))
+    _DECISIONS[key] = Decision(key, serves, refused)
     return plan
+
+
+Found = tuple[cublaslt.Algorithm | None, tuple[str, ...]]
+
+
+def _search(key: tuple[Any, ...], problem: cublaslt.Problem) -> Found:
+    """The first of the heuristic's choices that is proved at this shape, and the ones that failed;
+    kept on disk for other processes.
+    """
+    form, m, n, k, dtype, out_dtype, has_bias, _ = key
+    refused: list[str] = []
+    chosen: cublaslt.Algorithm | None = None
+    for algorithm in problem.algorithms(_CANDIDATES):
+        if _proved(key, problem, algorithm):
+            chosen = algorithm
+            break
+        refused.append(algorithm.name)
+    from . import gpu_shapes  # pydantic
+
+    place = (form, m, n, k, NAMES[out_dtype], has_bias)
+    held = _STORED.setdefault(dtype, {})
+    held[place] = gpu_shapes.Served(
+        form=form,
+        m=m,
+        n=n,
+        k=k,
+        out=NAMES[out_dtype],
+        bias=has_bias,
+        algorithm=None if chosen is None else chosen.name,
+        raw=None if chosen is None else chosen.raw.hex(),
+        refused=tuple(refused),
+    )
+    try:
+        gpu_shapes.save(_contract(dtype), held)
+    except DiskError as error:
+        warnings.warn(
+            f"{error}; until then every process proves them", RuntimeWarning, stacklevel=2
+        )
+    return chosen, tuple(refused)
+
+
+def _contract(dtype: torch.dtype) -> str:
+    return f"gemm.L.{NAMES[dtype]}.{PROVED_ARCHITECTURES[0]}.v1"
+
+
+def _known(key: tuple[Any, ...]) -> Found | None:
+    """What was found at this shape before, on this machine."""
+    from . import gpu_shapes
+
+    form, m, n, k, dtype, out_dtype, has_bias, _ = key
+    if dtype not in _STORED:
+        _STORED[dtype] = gpu_shapes.load(_contract(dtype))
+    held = _STORED[dtype].get((form, m, n, k, NAMES[out_dtype], has_bias))
+    if held is None:
+        return None
+    if held.algorithm is None or held.raw is None:
+        return None, held.refused
+    return cublaslt.Algorithm(held.algorithm, bytes.fromhex(held.raw)), held.refused
+
+
+def reprove(dtype: torch.dtype) -> str | None:
+    """Prove every stored shape of a storage type again; the first that differs now, or None."""
+    from . import gpu_shapes
+
+    index = torch.cuda.current_device()
+    outs = {name: each for each, name in NAMES.items()}
+    for held in gpu_shapes.load(_contract(dtype)).values():
+        if held.algorithm is not None and held.raw is not None:
+            algorithm = cublaslt.Algorithm(held.algorithm, bytes.fromhex(held.raw))
+            key = (held.form, held.m, held.n, held.k, dtype, outs[held.out], held.bias, index)
+            if not _proved(
+                key, cublaslt.Problem(*key[:4], dtype, key[5], index, held.bias), algorithm
+            ):
+                shape = f"{held.form} {held.m} x {held.n} x {held.k}"
+                return f"{held.algorithm} gives other bits now at {shape}"
+    return None
 
 
 def gemm(

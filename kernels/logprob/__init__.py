@@ -74,5 +74,7 @@ class _Logprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor, None, None]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_T: Tensor
+    ) -> tuple[Tensor, None, None]:
         return grad_rows(*ctx.saved_tensors, grad_T=grad_T.contiguous()), None, None

@@ -99,7 +99,9 @@ class _LmHeadLogprob(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_T: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, grad_T: Tensor
+    ) -> tuple[Tensor | None, ...]:
         h_TH, weight_VH, bias_V, *row_tensors = ctx.saved_tensors
         wants_h, wants_weight, wants_bias = ctx.needs_input_grad[:3]
         d_h = torch.empty_like(h_TH) if wants_h else None

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import aligned, require
+from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu as linear
 from ..linear.gpu_gemm import gemm
@@ -37,7 +37,7 @@ _MAX_ROWS = 65535
 
 def forward(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(lp, row maximum, log of the row sum) of fp32 logits."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     logits, targets, temperature = aligned(logits), targets.contiguous(), temperature.contiguous()
 
@@ -97,7 +97,7 @@ def d_logits(
     first: int = 0,
 ) -> Tensor:
     """d_logits [T, V] of columns from ``first`` on; ``out`` may have another dtype."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     logits = aligned(logits)
     saved = (targets, temperature, row_max, log_sum, g)

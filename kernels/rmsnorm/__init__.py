@@ -76,8 +76,10 @@ def rmsnorm_backward(
     ``[H]`` whose chains continue, so that micro-batches give the bits of one batch.
     """
     if s.is_cuda:
-        options = {"unit_offset": unit_offset, "ds": ds, "accumulate_into": accumulate_into}
-        return gpu.rmsnorm_backward(dy, s, weight, eps, **options)
+        settings = (dy, s, weight, eps)
+        return gpu.rmsnorm_backward(
+            *settings, unit_offset=unit_offset, ds=ds, accumulate_into=accumulate_into
+        )
     run = choose(covering(cpu.GRADIENTS, s).id).run
     ds = None if ds is None else ds.contiguous()
     dx, dw = run(dy.contiguous(), s, weight, eps, unit_offset, ds, accumulate_into)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import aligned, require
+from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 
@@ -44,7 +44,7 @@ def forward(
     residual: Tensor | None = None,
 ) -> Any:
     """y of [M, H]; with a residual ``(y, s)``, s = round(x + residual)."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     x, weight = aligned(x), aligned(weight)
     residual = None if residual is None else aligned(residual)
@@ -83,7 +83,7 @@ def backward(
     initial: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(dx [M, H], dw fp32 [H]): ds joins dx, ``initial`` is added to the finished dw."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     s, dy, weight = aligned(s), aligned(dy), aligned(weight)
     ds = None if ds is None else aligned(ds)

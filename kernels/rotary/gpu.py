@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..dispatch import choose
 from ..errors import ContractError
-from ..gpu.device import NAMES, aligned, require
+from ..gpu.device import NAMES, aligned, programs, require
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 from .cpu import TABLE as HOST_TABLE
@@ -22,7 +22,7 @@ _ITEMS = 16
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False) -> Tensor:
     """[T, N, D]; ``transposed`` applies the inverse rotation's derivative."""
-    from . import gpu_kernels
+    gpu_kernels = programs(__package__, "gpu_kernels")
 
     cos, sin = aligned(cos), aligned(sin)
     x = x if x.stride(-1) == 1 else x.contiguous()
