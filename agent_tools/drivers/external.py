@@ -177,6 +177,7 @@ def _watch(
             os.killpg(process.pid, signal.SIGKILL)  # and whatever it left running
         process.wait(WAIT_AFTER_KILL)
         listener.join(WAIT_AFTER_KILL)
+        process.stdout.close()
     return None if code == 0 or told.end else "program-failed"
 
 
