@@ -115,11 +115,16 @@ class WorkBuffer(Generic[G]):
             self._changed.notify_all()
 
     def oldest_needed(self) -> int:
-        """No version below this one will be installed or looked at again."""
+        """No version below this one will be installed or looked at again.
+
+        In deterministic mode that counts groups after the last one, so that a finished run can be
+        resumed with more updates.
+        """
         with self._changed:
             needed = [self.version, *self._started.values()]
-            if self.deterministic and self._waiting:
-                needed.append(max(0, self._waiting[-1] // self.groups - self.lag))
+            if self.deterministic:
+                following = self._waiting[-1] if self._waiting else self._last
+                needed.append(max(0, following // self.groups - self.lag))
             return min(needed)
 
     def close(self, failure: BaseException | None = None) -> None:

@@ -105,7 +105,8 @@ def test_train_then_resume(
     assert code == 2
     assert "lag: 1 -> 2" in str(answer["error"])
     code, answer = ask("--resume", folder, "--updates", 4)
-    assert (code, answer["resumed_at"], answer["updates"]) == (0, 3, 4)
+    assert code == 0, answer
+    assert (answer["resumed_at"], answer["updates"]) == (3, 4)
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["version"] for line in lines] == [0, 1, 2, 3]
     exported = load_model(str(answer["export"]))

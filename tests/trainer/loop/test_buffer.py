@@ -102,3 +102,12 @@ def test_a_resumed_buffer_claims_only_what_has_not_arrived() -> None:
     claim = buffer.claim(9, timeout=NOW)
     assert (claim.groups, claim.version) == ((4,), 0)
     assert buffer.oldest_needed() == 0
+
+
+def test_versions_that_more_updates_would_need_are_kept() -> None:
+    buffer: WorkBuffer[int] = WorkBuffer(groups=1, lag=2, updates=4, version=4, held={})
+    assert buffer.oldest_needed() == 2
+    free: WorkBuffer[int] = WorkBuffer(
+        groups=1, lag=2, updates=4, version=4, deterministic=False, held={}
+    )
+    assert free.oldest_needed() == 4

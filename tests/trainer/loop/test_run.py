@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from zeromismatch.agent_tools.training import rise
 from zeromismatch.kernels import bits
 from zeromismatch.kernels.errors import BudgetError, MisalignedError, NonFiniteError, UsageError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
@@ -55,6 +56,35 @@ def test_after_warm_up_every_token_is_exactly_as_old_as_the_cap_and_the_kernel_t
     exported = load_model(str(outcome.export))
     assert weights_root(state_digest(exported.module)) == outcome.weights_root
     assert len([*(tmp_path / "versions").iterdir()]) <= lag + 2
+
+
+@dataclass(frozen=True)
+class Low:
+    """The share of sampled ids below 1000, a third of all: quickly learned."""
+
+    name: str = "low"
+
+    def prompt(self, index: int, rng: random.Random) -> Prompt:
+        return Prompt(tokens=(1, *(rng.randrange(3, 3011) for _ in range(3))))
+
+    def score(self, trajectory: Trajectory) -> float:
+        sampled = trajectory.responses[0]
+        return sum(token < 1000 for token in sampled) / len(sampled)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_reward_rises_and_with_shuffled_rewards_it_does_not(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+) -> None:
+    settings = {"lag": 2, "updates": 20, "groups": 4, "group_size": 4, "max_new_tokens": 8}
+    rises: list[float] = []
+    for shuffled in (False, True):
+        setup = setup_of(Low(), shuffle_rewards=shuffled, checkpoint_every=50, **settings)
+        _, facts = run(setup, tmp_path / str(shuffled), fresh())
+        first, last, error = rise([float(one.batch.rewards.mean()) for one in facts])
+        rises.append((last - first) / error)
+    assert rises[0] > 3 > rises[1]
 
 
 def test_several_workers_and_another_split_give_the_bits_of_one(
