@@ -46,6 +46,8 @@ def router_facts(module: nn.Module) -> Mapping[str, Any] | None:
         return None
     if not isinstance(top_k, int) or weight.dim() != 2 or len(weight) != experts:
         return None
+    if not hasattr(module, "norm_topk_prob"):
+        return None  # another kind of router (gpt_oss): the audit names what it computes
     sigmoid = hasattr(module, "e_score_correction_bias")
     own = cast(Any, module)
     routing = Routing(
