@@ -128,7 +128,7 @@ def _endurance(bench: Bench, found: Findings) -> None:
 
 def one_tensor_ahead(learner: Learner) -> str:
     """Change one element of the last norm by a few bits."""
-    state = named_state(learner.model.module)
+    state = dict(learner.model.module.named_parameters())
     name = [each for each, tensor in state.items() if tensor.dim() == 1][-1]
     with torch.no_grad():
         view = bits.int_view(state[name]).view(-1)
