@@ -42,8 +42,10 @@ def forward(
     eps: float,
     unit_offset: bool = False,
     residual: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> Any:
-    """y of [M, H]; with a residual ``(y, s)``, s = round(x + residual)."""
+    """y of [M, H]; with a residual ``(y, s)``, s = round(x + residual). wide: one rounding."""
     gpu_kernels = programs(__package__, "gpu_kernels")
 
     x, weight = aligned(x), aligned(weight)
@@ -66,7 +68,7 @@ def forward(
             H=width,
             **shape,
             RESIDUAL=residual is not None,
-            OFFSET=unit_offset,
+            OFFSET=2 if wide else int(unit_offset),
             num_warps=4,
             enable_fp_fusion=False,
         )
@@ -81,6 +83,8 @@ def backward(
     unit_offset: bool = False,
     ds: Tensor | None = None,
     initial: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(dx [M, H], dw fp32 [H]): ds joins dx, ``initial`` is added to the finished dw."""
     gpu_kernels = programs(__package__, "gpu_kernels")
@@ -109,7 +113,7 @@ def backward(
         H=width,
         **shape,
         RESIDUAL=ds is not None,
-        OFFSET=unit_offset,
+        OFFSET=2 if wide else int(unit_offset),
         num_warps=4,
         enable_fp_fusion=False,
     )
@@ -227,13 +231,15 @@ def reference(
     eps: float = 1e-6,
     unit_offset: bool = False,
     residual: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> Any:
     """The contract's definition in plain torch pointwise operations (IEEE; nothing fused)."""
     s = x if residual is None else (x.float() + residual.float()).to(x.dtype)
-    wide = s.float()
-    y = wide * _inverse_rms(wide, eps, x.dtype)
-    if unit_offset:
-        y = (y * (1.0 + weight.float())).to(x.dtype)
+    values = s.float()
+    y = values * _inverse_rms(values, eps, x.dtype)
+    if unit_offset or wide:
+        y = (y * (1.0 + weight.float() if unit_offset else weight.float())).to(x.dtype)
     else:
         y = (y.to(x.dtype).float() * weight.float()).to(x.dtype)
     return y if residual is None else (y, s)
@@ -247,15 +253,17 @@ def reference_grad(
     unit_offset: bool = False,
     ds: Tensor | None = None,
     initial: Tensor | None = None,
+    *,
+    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """The gradient's definition, likewise; dw by blocks of rows, then groups of blocks."""
-    wide, scale = s.float(), weight.float()
+    values, scale = s.float(), weight.float()
     g = dy.float() * (1.0 + scale if unit_offset else scale)
-    r = _inverse_rms(wide, eps, s.dtype)
-    factor = _mean(g * wide, s.dtype) * (r * r)
-    dx = r * (g - wide * factor)
+    r = _inverse_rms(values, eps, s.dtype)
+    factor = _mean(g * values, s.dtype) * (r * r)
+    dx = r * (g - values * factor)
     dx = dx if ds is None else dx + ds.float()
-    normed = wide * r if unit_offset else (wide * r).to(s.dtype).float()
+    normed = values * r if unit_offset or wide else (values * r).to(s.dtype).float()
     width = s.shape[1]
     slots = SLOTS if width <= _shape(width, s.dtype)["W"] else 1
     blocks = (dy.float() * normed).split(_part_rows(width))

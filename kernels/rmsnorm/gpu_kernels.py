@@ -2,7 +2,9 @@
 
     s  = round(x + residual)                                 (with a residual)
     r  = 1 / sqrt(sum(s * s) / H + eps)                      IEEE division and square root
-    y  = round(round(s * r) * w)   or, unit_offset,  y = round((s * r) * (1 + w))
+    y  = round(round(s * r) * w)                             OFFSET 0
+    y  = round((s * r) * (1 + w))                            OFFSET 1 (unit_offset)
+    y  = round((s * r) * w)                                  OFFSET 2 (wide)
     dx = r (g - s (sum(g s) / H) r r) (+ ds),  g = dy w;     dw = sum over rows of dy round(s r)
 
 Row sums run in W lanes (one warp's 16-byte loads: 256 for 16-bit types, 128 for fp32, less for a
@@ -70,8 +72,10 @@ def rmsnorm_fwd_kernel(
                 tl.float32
             )
         w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if OFFSET == 1:
+            w = 1.0 + w
         y = x * r[:, None]
-        y = y * (1.0 + w) if OFFSET else y.to(dtype).to(tl.float32) * w
+        y = y * w if OFFSET else y.to(dtype).to(tl.float32) * w
         tl.store(y_ptr + at, y.to(dtype), mask=mask, cache_modifier=".cs")
 
 
@@ -115,10 +119,12 @@ def rmsnorm_row_kernel(
         mask = (rows < M)[:, None] & (cols < H)[None, :]
         at = rows[:, None] * H + cols[None, :]
         w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
+        if OFFSET == 1:
+            w = 1.0 + w
         if RESIDUAL:
             tl.store(s_ptr + at, kept[i], mask=mask, cache_modifier=".cs")
         y = kept[i].to(tl.float32) * r[:, None]
-        y = y * (1.0 + w) if OFFSET else y.to(dtype).to(tl.float32) * w
+        y = y * w if OFFSET else y.to(dtype).to(tl.float32) * w
         tl.store(y_ptr + at, y.to(dtype), mask=mask, cache_modifier=".cs")
 
 
@@ -146,7 +152,7 @@ def _row_factors(
         s = tl.load(s_ptr + at, mask=mask, other=0.0, eviction_policy="evict_last").to(tl.float32)
         dy = tl.load(dy_ptr + at, mask=mask, other=0.0, eviction_policy="evict_last")
         w = tl.load(w_ptr + rows[:, None] * 0 + cols[None, :], mask=mask, other=0.0).to(tl.float32)
-        if OFFSET:
+        if OFFSET == 1:
             w = 1.0 + w
         g = dy.to(tl.float32) * w
         squares = squares + s * s
@@ -196,7 +202,7 @@ def rmsnorm_bwd_kernel(
         for i in tl.static_range(N):
             cols = i * BC + tl.arange(0, BC)
             w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)
-            if OFFSET:
+            if OFFSET == 1:
                 w = 1.0 + w
             total = parts[i]
             for j in tl.static_range(R):
@@ -246,7 +252,7 @@ def rmsnorm_narrow_bwd_kernel(
     dtype = dx_ptr.dtype.element_ty
     cols = tl.arange(0, W)
     w = tl.load(w_ptr + cols, mask=cols < H, other=0.0).to(tl.float32)[None, :]
-    if OFFSET:
+    if OFFSET == 1:
         w = 1.0 + w
     total = tl.zeros((R, W), tl.float32)
     for first in range(0, ROWS, R):

@@ -23,6 +23,7 @@ from ..cpu.load import core
 from ..cpu.register import covering, is_bf16, register_core
 from ..dispatch import choose
 from ..errors import ContractError
+from . import gpu_wide
 
 WIDE = 2
 """``Weighting`` of ``kernels/cpu/rows.h``."""
@@ -86,6 +87,8 @@ GRADIENTS = register_core(
 def rmsnorm_wide(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise ``x [..., H]``, fp32 or bf16; ``weight [H]`` of its dtype or fp32. Raises
     ContractError for anything else; differentiable once."""
+    if x.is_cuda:
+        return gpu_wide.rmsnorm_wide(x, weight, eps)
     covering(CONTRACTS, x)
     shapes = x.dim() > 0 and weight.shape == x.shape[-1:]
     if not shapes or weight.dtype not in (x.dtype, torch.float32) or not weight.is_cpu:

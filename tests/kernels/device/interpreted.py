@@ -82,6 +82,13 @@ def norms(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> None:
         strict=True,
     ):
         near(mine, true, 1e-5)
+    near(rmsnorm.forward(x, w, 1e-6, wide=True), rmsnorm.reference(x, w, 1e-6, wide=True), 1e-6)
+    for mine, true in zip(
+        rmsnorm.backward(dy, x, w, 1e-6, wide=True),
+        rmsnorm.reference_grad(dy, x, w, 1e-6, wide=True),
+        strict=True,
+    ):
+        near(mine, true, 1e-5)
 
 
 def row_operators() -> None:

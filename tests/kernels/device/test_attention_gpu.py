@@ -10,6 +10,8 @@ from zeromismatch.kernels.attention.batch import PAGE, AttentionBatch
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    # torch's own, from the fp64 reference's first product in autograd's thread
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS:UserWarning"),
 ]
 # (head size, query heads, kv heads, window, softcap, sinks)
 KINDS = [

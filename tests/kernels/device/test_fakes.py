@@ -17,7 +17,7 @@ from zeromismatch.kernels.gated import gelu, silu_mul, softcap
 from zeromismatch.kernels.gpu import device
 from zeromismatch.kernels.linear import linear
 from zeromismatch.kernels.logprob import lm_head, lm_head_logprob, logprob
-from zeromismatch.kernels.rmsnorm import rmsnorm, rmsnorm_residual
+from zeromismatch.kernels.rmsnorm import rmsnorm, rmsnorm_residual, rmsnorm_wide
 from zeromismatch.kernels.rotary import apply_rotary
 
 T, H, V = 12, 64, 500
@@ -42,6 +42,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[int, ..
     "lm_head": (lambda x, w, ids: lm_head(x, w), (T, H)),
     "rmsnorm": (lambda x, w, ids: rmsnorm(x, _vector(), 1e-6), (T, H)),
     "rmsnorm_residual": (lambda x, w, ids: sum(rmsnorm_residual(x, x, _vector(), 1e-6)), (T, H)),  # type: ignore[return-value]
+    "rmsnorm_wide": (lambda x, w, ids: rmsnorm_wide(x, _vector().float(), 1e-6), (T, H)),
     "silu_mul": (lambda x, w, ids: silu_mul(x, x), (T, H)),
     "gelu": (lambda x, w, ids: gelu(x), (T, H)),
     "softcap": (lambda x, w, ids: softcap(x.float(), 30.0), (T, H)),
