@@ -46,8 +46,8 @@ demo: DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
 demo: install
 	$(BIN)/zm align smollm2-135m --rollout paged --out $(DEMO)/smollm2-135m
 	$(BIN)/zm align tiny:qwen3 --out $(DEMO)/tiny-qwen3
-	$(BIN)/zm train $(DEMO)/tiny-qwen3/recipe --task even --updates 40 --lag 2 \
-		--learning-rate 1e-3 --out $(DEMO)/training
+	$(BIN)/zm train $(DEMO)/tiny-qwen3/recipe --task even --updates 30 --lag 2 \
+		--config benchmarks/demo.yaml --out $(DEMO)/training
 
 # Two processes with one thread each (tests/conftest.py): faster than one with two, on two cores.
 test: install
