@@ -49,8 +49,8 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=320, intermediate_size=900, num_hidden_layers=2, num_attention_heads=5,
-        num_key_value_heads=1, head_dim=64, vocab_size=3011, tie_word_embeddings=True,
+        hidden_size=384, intermediate_size=900, num_hidden_layers=2, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=64, vocab_size=3011, tie_word_embeddings=True,
         max_position_embeddings=2048,
     )  # fmt: skip
     model = LlamaForCausalLM(config)

@@ -37,7 +37,8 @@ _LIVE: dict[Any, "LiveEngine"] = {}
 def live_engine(loaded: LoadedModel, plan: Plan, settings: Settings) -> "LiveEngine":
     """The running vLLM for a model, plan and settings: kept, since starting one takes a minute."""
     key = (loaded.spec, loaded.weights_root, loaded.dtype, loaded.device, plan.digest, settings)
-    if key not in _LIVE:
+    kept = _LIVE.get(key)
+    if kept is None or kept.root != loaded.weights_root:  # other weights were published into it
         forget_engines()
         _LIVE[key] = LiveEngine(loaded, plan, settings)
     return _LIVE[key]

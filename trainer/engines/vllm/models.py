@@ -92,7 +92,7 @@ def install(model: nn.Module, vllm_config: Any, asked: Adopted) -> None:
             why = None if isinstance(layer, layers.ALIGNED) else layers.align(layer)
         if why is not None:
             found.append(f"{path} is {why}")
-    if any(frequencies(parameters, 2) is None for _ in clones):
+    if clones and frequencies(parameters, 2) is None:
         found.append(f"rope type {parameters['rope_type']!r}")
     require_covered(found)
     for clone in clones.values():
