@@ -66,8 +66,8 @@ class AgentResult(Record):
 
     @property
     def exit_code(self) -> int:
-        """That of the outcome."""
-        return self.outcome.exit_code
+        """That of the outcome; 1 where the gates are green and a claim of the recipe is not."""
+        return self.outcome.exit_code if self.status == "pass" else self.outcome.exit_code or 1
 
 
 def run_agent(
@@ -76,14 +76,21 @@ def run_agent(
     command: str = "",
 ) -> AgentResult:  # fmt: skip
     """Drive the agent to its end; with green gates, write the recipe."""
+    from ...model_recipes.schema import load_recipe
+
     outcome = outcome_of(bench, agent, budgets, judge=judge, progress=progress)
-    recipe = None
-    if outcome.reason == "passed":
+    recipe, reason = None, outcome.detail
+    passed = outcome.reason == "passed"
+    if passed:
         progress("the recipe")
         recipe = str(write_draft(bench, command=command))
+        weak = [each.claim for each in load_recipe(recipe).evidence if each.verdict != "pass"]
+        if weak:
+            passed, reason = False, f"the gates are green, and the recipe's own claim {weak[0]!r} "
+            reason += "did not pass; read the recipe before you use it"
     return AgentResult(
-        status="pass" if recipe else "fail",
-        reason=outcome.detail,
+        status="pass" if passed else "fail",
+        reason=reason,
         agent=agent.name,
         model=bench.spec,
         folder=str(bench.folder),
@@ -142,7 +149,7 @@ def write_draft(bench: Workbench, *, command: str = "") -> Path:
     model, folder = bench.model, bench.folder / "recipe"
     load_own_kernels(bench.plan)
     plan = plan_from(bench.plan, find_sites(model.module), model.dtype, model.device)
-    requests = default_requests(model, count=4, max_reply=12, seed=bench.seed)
+    requests = default_requests(model, seed=bench.seed)
     pristine = load_model(bench.spec, dtype=bench.dtype, seed=bench.seed)
     proof = prove(model, plan, [only_prompt(request) for request in requests], pristine=pristine)
     report = bench.last

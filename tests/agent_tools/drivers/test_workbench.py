@@ -21,7 +21,7 @@ from zeromismatch.agent_tools.gates.bench import Size
 from zeromismatch.agent_tools.recipe_pr import make_pr
 from zeromismatch.kernels.errors import UsageError
 from zeromismatch.model_recipes import extension
-from zeromismatch.model_recipes.schema import load_recipe
+from zeromismatch.model_recipes.schema import file_digest, load_recipe
 
 from .conftest import KEY, SDKS, FakeApi, Say
 
@@ -31,7 +31,7 @@ SMALL = Size(
     requests=3, reply=6, fuzzed=1, fuzz_requests=2, backward=2, gradient_requests=1, long=64,
     rounds=1, training_steps=1,
 )  # fmt: skip
-FREE = Budgets(waive_money=True, seconds=280)
+FREE = Budgets(waive_money=True, seconds=None)
 CODE = SOLUTION.read_text()
 CHEATS = {
     "imports the comparer": CODE.replace(
@@ -61,9 +61,13 @@ def drive(
     return run_agent(bench, agent, budgets, judge=bench.judge_here)
 
 
-def state_of(folder: Path) -> str:
-    words = ["git", "status", "--porcelain", "--", "kernels", "tests", "model_recipes", "trainer"]
-    return subprocess.run(words, cwd=folder, capture_output=True, text=True, check=True).stdout
+JUDGES = ("kernels/bits.py", "kernels/contract.py", "kernels/dispatch.py", "tests/conftest.py",
+          "agent_tools/gates/base.py", "model_recipes/extension.py")  # fmt: skip
+
+
+def state_of(folder: Path) -> list[str]:
+    """Digests of what judges a kernel."""
+    return [file_digest(folder / name) for name in JUDGES]
 
 
 def write(code: str) -> Say:
@@ -77,6 +81,7 @@ LOOKS = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("sdk", SDKS)
 def test_a_competent_model_ends_with_green_gates_a_recipe_and_a_branch(
     sdk: str, bench: Workbench, api: FakeApi, tmp_path: Path
@@ -125,10 +130,12 @@ def test_a_cheating_kernel_is_refused_with_the_rule_it_broke(
     assert state_of(ROOT) == before
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_a_kernel_that_computes_something_else_is_never_green(bench: Workbench, api: FakeApi):
     """Bit-equal on both sides and wrong: the accuracy gate sees it, whatever the model claims."""
     wrong = CODE.replace("return kept * kept", "return kept")
-    budgets = Budgets(waive_money=True, seconds=280, nudges=0)
+    budgets = Budgets(waive_money=True, seconds=None, nudges=0)
     found = drive(bench, api, "openai", [write(wrong), Say(text="Done, all green!")], budgets)
     assert (found.status, found.outcome.reason) == ("fail", "stopped-early")
     assert "C5" in found.reason
