@@ -8,7 +8,6 @@ and this is the environment they passed in: the trainer starts for no other. The
 """
 
 import math
-import shlex
 import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -121,7 +120,7 @@ def start(
 
         outcome = train(setup, folder, resume=resume, sink=sink, model=model)
     records = read_journal(folder)
-    page = write_training_page(folder, command=shlex.join(["zm", "train", "--resume", str(folder)]))
+    _, page = write_training_page(folder)
     return _summed_up(
         records,
         config,

@@ -7,12 +7,13 @@ Everything comes from the run's own records; each curve carries its numbers in w
 cannot see it. Left out: comparing runs (``study_page.py``).
 """
 
+import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from ..trainer.diagnostics.journal import read_journal
+from ..trainer.diagnostics.journal import FILE, read_journal
 from ..trainer.diagnostics.record import UpdateRecord
 from .curves import CurveDrawing, Line, draw
 from .records import Record
@@ -76,11 +77,19 @@ CURVES: tuple[tuple[str, str, Pick, bool], ...] = (
 )  # fmt: skip
 
 
-def write_training_page(folder: Path, *, title: str = "", command: str = "") -> Path:
-    """Draw a run's page from its records; returns its path. UsageError where there are none."""
-    records = read_journal(folder)
-    page = training_page(records, title=title or f"Training run {folder.name}", command=command)
-    return write_whole(folder / PAGE, render_curves(page))
+def is_training_run(folder: Path) -> bool:
+    """Whether ``folder`` is one of `zm train`."""
+    return (folder / FILE).is_file()
+
+
+def write_training_page(folder: Path, to: Path | None = None) -> tuple[CurvePage, Path]:
+    """Draw a run's page from its records, by default as ``report.html`` in its folder.
+
+    Raises UsageError where there are no records.
+    """
+    resume = shlex.join(["zm", "train", "--resume", str(folder)])
+    page = training_page(read_journal(folder), title=f"Training run {folder.name}", command=resume)
+    return page, write_whole(to or folder / PAGE, render_curves(page))
 
 
 def training_page(records: Sequence[UpdateRecord], *, title: str, command: str = "") -> CurvePage:
@@ -124,7 +133,7 @@ def training_page(records: Sequence[UpdateRecord], *, title: str, command: str =
         sections=tuple(
             Section(title=name, curves=tuple(curves)) for name, curves in sections.items()
         ),
-        commands=(Command(label="The same run", command=command),) if command else (),
+        commands=(Command(label="Go on with it", command=command),) if command else (),
         notes=(
             "The kernel term is measured on audited tokens under the weights that sampled them; "
             "D3 and the rest of the second section hold weight lag as well.",

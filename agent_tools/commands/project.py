@@ -73,9 +73,14 @@ def report(
     out: Annotated[Path | None, typer.Option(help="HTML file to write.", metavar="FILE")] = None,
     json: options.Json = False,
 ) -> Answer:
-    """Draw the HTML page of a run again."""
+    """Draw the HTML page of a run again; of a training run, from its records so far."""
     from ..report import read_report, write_report
+    from ..training_report import is_training_run, write_training_page
 
+    if is_training_run(run):
+        drawn, page = write_training_page(run, out)
+        document = {"page": str(page), "verdict": drawn.word, "title": drawn.title}
+        return Answer(document=document, text=[f"{drawn.word}: {page}"])
     data = read_report(run)
     target = out or (run / "report.html" if run.is_dir() else run.with_suffix(".html"))
     page = write_report(target, data)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from zeromismatch.agent_tools.cli import run
 from zeromismatch.agent_tools.training_report import (
     render_curves,
     training_page,
@@ -54,6 +55,10 @@ def test_the_page_needs_nothing_else_and_escapes(records: list[UpdateRecord]):
 
 def test_it_is_drawn_from_the_records_in_the_folder(tmp_path: Path, records: list[UpdateRecord]):
     (tmp_path / FILE).write_text("".join(each.model_dump_json() + "\n" for each in records))
-    assert "DIFF 0" in write_training_page(tmp_path).read_text()
+    page, path = write_training_page(tmp_path)
+    assert path == tmp_path / "report.html"
+    assert path.read_text() == render_curves(page)
+    assert run(["report", str(tmp_path), "--out", str(tmp_path / "again.html")]) == 0
+    assert (tmp_path / "again.html").read_text() == render_curves(page)
     with pytest.raises(UsageError, match="does not exist"):
         write_training_page(tmp_path / "elsewhere")
