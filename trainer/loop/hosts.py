@@ -11,6 +11,7 @@ Workers read weights from the run folder, so with Ray on several hosts it must b
 
 import contextlib
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -117,14 +118,16 @@ def _serve(connection: Connection, spec: WorkerSpec) -> None:
 
 
 class RayHost:
-    """The worker is a Ray actor. Where Ray is not initialised, it is, on this machine alone."""
+    """The worker is a Ray actor. Where Ray is not initialised, it is: the cluster of
+    RAY_ADDRESS, else this machine alone."""
 
     def __init__(self, spec: WorkerSpec) -> None:
         self._ray = _ray()
         if not self._ray.is_initialized():
-            self._ray.init(
-                include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1"
-            )
+            # a cluster is named by RAY_ADDRESS; else only this machine may reach what is started
+            # (Ray replaces 127.0.0.1 by the machine's outward address, but not its neighbour)
+            own = {} if os.environ.get("RAY_ADDRESS") else {"_node_ip_address": "127.0.0.2"}
+            self._ray.init(include_dashboard=False, log_to_driver=False, **own)
         actor = cast(Callable[..., Any], self._ray.remote(num_cpus=1, max_restarts=0))
         self.actor = actor(RolloutWorker).remote(spec)
 

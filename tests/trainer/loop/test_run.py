@@ -252,7 +252,11 @@ def test_a_worker_that_dies_again_and_again_ends_the_run(
 def test_ray_actors_give_the_bits_of_threads(
     fresh: Fresh, setup_of: SetupOf, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_raylet_start_wait_time_s", "600")  # a busy machine
+    for name, value in (
+        ("raylet_start_wait_time_s", "300"),
+        ("agent_register_timeout_ms", "300000"),
+    ):
+        monkeypatch.setenv(f"RAY_{name}", value)  # a busy machine
     ray = pytest.importorskip("ray")
     wanted, _ = run(setup_of(lag=1, updates=2), tmp_path / "threads", fresh())
     try:
