@@ -9,7 +9,8 @@ rows without one are for information.
     rows = bench(quick=True)
     print(markdown(rows))
 
-Left out: gradients, and the GPU, which has a table of its own.
+On a GPU, captured graphs are replayed and timed by events (:mod:`.bench_works_gpu`). Left out:
+gradients.
 """
 
 import statistics
@@ -22,12 +23,16 @@ import torch
 
 from . import certificates
 from .bench_works import Call, Work, time_of, works
+from .bench_works_gpu import replayed, time_on_gpu, works_gpu
 from .cpu.load import core
 from .dispatch import choose
-from .errors import NotCertifiedError, UsageError
+from .errors import CapabilityError, NotCertifiedError, UsageError
+from .gpu.device import missing
 
 SECONDS, QUICK_SECONDS = 0.4, 0.08
 LEAST_PAIRS, MOST_PAIRS = 5, 2000
+
+GPU_SERVERS = ("triton", "gluon", "dispatched")
 
 Progress = Callable[[str, int, int], None]
 
@@ -74,20 +79,27 @@ def bench(
     progress: called with (row, rows done, rows in all). CapabilityError where the CPU core is not
     built, or only a reference serves.
     """
-    if device != "cpu":
-        raise UsageError(f"there is no benchmark for {device!r} here; use --device cpu")
-    core()
-    chosen = [work for work in works() if not (quick and work.heavy)]
+    if device not in ("cpu", "cuda"):
+        raise UsageError(f"there is no benchmark for {device!r} here; use --device cpu or cuda")
+    if device == "cpu":
+        core()
+        listed = works()
+    else:
+        why = missing()
+        if why:
+            raise CapabilityError(f"no GPU benchmark: {why}; use --device cpu")
+        listed = works_gpu()
+    chosen = [work for work in listed if not (quick and work.heavy)]
     rows = []
     with torch.no_grad():
         for done, work in enumerate(chosen):
             if progress is not None:
                 progress(f"{work.op} {work.shape}", done, len(chosen))
-            rows.append(_measure(work, QUICK_SECONDS if quick else SECONDS))
+            rows.append(_measure(work, QUICK_SECONDS if quick else SECONDS, device))
     return rows
 
 
-def _measure(work: Work, seconds: float) -> BenchRow:
+def _measure(work: Work, seconds: float, device: str) -> BenchRow:
     served = choose(work.contract).name if work.contract else f"core-{core().name}"
     if served == "reference":
         raise NotCertifiedError(
@@ -95,7 +107,10 @@ def _measure(work: Work, seconds: float) -> BenchRow:
             "`zm kernels list` says why"
         )
     ours, stock = work.prepare()
-    pairs = _pairs(ours, stock, seconds)
+    if device == "cuda":
+        pairs = _pairs(replayed(ours), replayed(stock), seconds, time_on_gpu)
+    else:
+        pairs = _pairs(ours, stock, seconds, time_of)
     medians = [statistics.median(side) / 1000 for side in zip(*pairs, strict=True)]
     ratios = [theirs / mine for mine, theirs in pairs]
     low, _, high = statistics.quantiles(ratios, n=4)
@@ -114,7 +129,9 @@ def _measure(work: Work, seconds: float) -> BenchRow:
     )
 
 
-def _pairs(ours: Call, stock: Call, seconds: float) -> list[tuple[int, int]]:
+def _pairs(
+    ours: Call, stock: Call, seconds: float, timer: Callable[[Call], int]
+) -> list[tuple[int, int]]:
     """(ours, stock) in nanoseconds; who goes first alternates."""
     for call in (ours, stock, ours, stock):
         call()
@@ -124,18 +141,20 @@ def _pairs(ours: Call, stock: Call, seconds: float) -> list[tuple[int, int]]:
         time.perf_counter() - started < seconds and len(pairs) < MOST_PAIRS
     ):
         if len(pairs) % 2:
-            theirs, mine = time_of(stock), time_of(ours)
+            theirs, mine = timer(stock), timer(ours)
         else:
-            mine, theirs = time_of(ours), time_of(stock)
+            mine, theirs = timer(ours), timer(stock)
         pairs.append((mine, theirs))
     return pairs
 
 
 def markdown(rows: list[BenchRow]) -> str:
     """The table for ``benchmarks/``, headed by the machine that it was measured on."""
-    here = certificates.environment("cpu")
+    on_gpu = any(row.implementation.startswith(GPU_SERVERS) for row in rows)
+    here = certificates.environment("sm90" if on_gpu else "cpu")
+    share = f"Triton {here.triton}" if on_gpu else f"{torch.get_num_threads()} threads"
     lines = [
-        f"{here.processor}, {torch.get_num_threads()} threads, torch {here.torch}. Medians in "
+        f"{here.processor}, {share}, torch {here.torch}. Medians in "
         "microseconds, ours and stock in turn in one run; ratio is stock / ours.",
         "",
         "| operator | dtype | shape | ours | stock | ratio | quartiles | floor | stock operator |",
