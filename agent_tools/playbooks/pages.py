@@ -67,7 +67,8 @@ def render(name: str) -> str:
     environment = Environment(
         undefined=StrictUndefined, keep_trailing_newline=True, autoescape=False
     )
-    causes = [(cause, PAGE_OF_CAUSE[cause]) for cause in get_args(CauseName)]
+    pages = [(cause, PAGE_OF_CAUSE[cause]) for cause in get_args(CauseName)]
+    causes = [(cause, f"[{place}]({place}.md)") for cause, place in pages]
     return environment.from_string(source).render(causes=causes, exits=list(EXITS.items()))
 
 

@@ -62,7 +62,7 @@ def rules_text() -> str:
         "compared": "Decided from raw tensors by another process",
     }
     lines = ["# What a kernel is held to", "", GENERATED, "",
-             "Each line is a rule by the id under which a report names it. A kernel that breaks one "
+             "Each line is a rule, by the id under which reports name it. A kernel that breaks one "
              "is refused; change the kernel.", ""]  # fmt: skip
     for kind, title in watched.items():
         lines += [f"## {title}", "", "| rule | a kernel |", "|---|---|"]
