@@ -323,13 +323,15 @@ class AttentionSite:
     def _observe_write(
         self, k: Tensor, v: Tensor, stored_k: Tensor, stored_v: Tensor
     ) -> tuple[Tensor, Tensor] | None:
+        width = stored_v.shape[-1]  # may be less than a key's
         with self.tap.site_code():
+            stored_v = F.pad(stored_v, (0, stored_k.shape[-1] - width))
             stored = torch.cat([stored_k, stored_v], dim=1)
         graft = self.tap.observe(self.kv_write, {"k": k, "v": v}, stored)
         if graft is None:
             return None
         heads = stored_k.shape[1]
-        return graft[:, :heads], graft[:, heads:]
+        return graft[:, :heads], graft[:, heads:, :width]
 
     def _packed(self, position_ids: Any, num_sequences: int, tokens: int) -> AttentionContext:
         if not isinstance(position_ids, Tensor):

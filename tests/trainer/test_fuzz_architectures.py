@@ -34,7 +34,15 @@ def test_five_hundred_schedules_equal_the_packed_forward(spec: str) -> None:
     assert_equal(fuzz(load_model(spec), examples=500, corpus=CORPUS), 500)
 
 
-@pytest.mark.parametrize("spec", [*ARCHITECTURES, "tiny:gemma2", "tiny:qwen2+window"])
+EXPERTS = ("tiny:qwen3_moe", "tiny:deepseek_v3")
+
+
+@pytest.mark.parametrize("spec", EXPERTS)
+def test_schedules_of_mixtures_of_experts_equal_the_packed_forward(spec: str) -> None:
+    assert_equal(fuzz(load_model(spec), examples=60, corpus=CORPUS), 60)
+
+
+@pytest.mark.parametrize("spec", [*ARCHITECTURES, "tiny:gemma2", "tiny:qwen2+window", *EXPERTS])
 def test_schedules_equal_the_packed_forward_in_bfloat16(spec: str) -> None:
     dtype: DTypeName = "bfloat16"
     assert_equal(fuzz(load_model(spec, dtype=dtype), examples=60, corpus=CORPUS), 60)
