@@ -26,7 +26,7 @@ import torch
 from . import bits, certificates, dispatch
 from .certificates import Certificate
 from .contract import Contract, Implementation, contracts, get_contract, implementations
-from .errors import ContractError, InconclusiveError
+from .errors import CapabilityError, ContractError, InconclusiveError
 from .trial import Case, Trial, outputs
 
 Cases = Callable[[Contract, bool, int, tuple[int, ...]], Iterable[Case]]
@@ -174,7 +174,14 @@ def certify(
         {certificates.environment("gpu").features} if torch.cuda.is_available() else set()
     )
     wanted = [get_contract(each) for each in chosen] if chosen else list(contracts())
-    wanted = [contract for contract in wanted if chosen or contract.device in here]
+    elsewhere = [contract for contract in wanted if contract.device not in here]
+    if chosen and elsewhere:
+        first = elsewhere[0]
+        raise CapabilityError(
+            f"{first.id} is about {first.device}, and here is {', '.join(sorted(here))}; certify it "
+            "on such a machine"
+        )
+    wanted = [contract for contract in wanted if contract.device in here]
     results = []
     for done, contract in enumerate(wanted):
 

@@ -17,7 +17,7 @@ from zeromismatch.kernels.contract import (
     get_contract,
     implementations,
 )
-from zeromismatch.kernels.errors import InconclusiveError
+from zeromismatch.kernels.errors import CapabilityError, InconclusiveError
 from zeromismatch.kernels.trial import Case, Trial, variations
 
 certify.load_operators()
@@ -202,3 +202,9 @@ def test_misaligned_copies_hold_the_same_bits() -> None:
     assert bits.equal(x, shifted)
     assert shifted.data_ptr() % 16 == 4
     assert shifted.is_contiguous()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_contract_of_another_machine_is_refused() -> None:
+    with pytest.raises(CapabilityError, match="is about sm90, and here is cpu"):
+        certify.certify(["rmsnorm.lanes.bfloat16.sm90.v1"], quick=True)
