@@ -19,6 +19,7 @@ from typing import Any, Protocol, cast
 
 from ...kernels.errors import BudgetError, CapabilityError, ZeroMismatchError
 from ...model_recipes.models import LoadedModel
+from .crossing import Crossing
 from .worker import Generated, RolloutWorker, WorkerSpec
 
 STOP_SECONDS = 10.0
@@ -108,13 +109,15 @@ def _serve(connection: Connection, spec: WorkerSpec) -> None:
             return  # the run is gone
         if asked is None:
             return
-        try:
+        with Crossing() as crossing:
             worker = worker or RolloutWorker(spec)
             connection.send(worker.generate(*asked))
-        except ZeroMismatchError as error:
+        error = crossing.error
+        if isinstance(error, ZeroMismatchError):
             connection.send(error)
-        except Exception:  # noqa: BLE001  told to the run, which ends
-            connection.send(CapabilityError(f"a worker failed:\n{traceback.format_exc()}"))
+        elif error is not None:
+            text = "".join(traceback.format_exception(error))
+            connection.send(CapabilityError(f"a worker failed; please report this:\n{text}"))
 
 
 class RayHost:

@@ -34,6 +34,7 @@ from ..losses.catalogue import loss_named
 from .audit import Auditor, Group, audit_of, old_of, require_zero
 from .buffer import Closed, WorkBuffer
 from .config import TrainConfig
+from .crossing import Crossing
 from .export import export
 from .folder import RunFolder
 from .hosts import HOSTS, Host, ThreadHost, WorkerDied
@@ -293,20 +294,18 @@ class _Run:
                 thread.join(self.config.wait_seconds)
 
     def _produce(self, index: int) -> None:
-        count = -(-self.config.groups // self.config.workers)
-        host: Host | None = None
-        try:
+        """One producer's thread; the learner raises what fails here."""
+        with Crossing() as crossing:
             host = self._host(index)
-            while True:
-                claim = self.buffer.claim(count, timeout=self.config.wait_seconds)
-                host = self._serve(host, index, claim.groups, claim.version)
-        except Closed:
-            pass
-        except BaseException as error:  # noqa: BLE001  the learner raises it
-            self.buffer.close(error)
-        finally:
-            if host is not None:
+            count = -(-self.config.groups // self.config.workers)
+            try:
+                while True:
+                    claim = self.buffer.claim(count, timeout=self.config.wait_seconds)
+                    host = self._serve(host, index, claim.groups, claim.version)
+            finally:
                 host.close()
+        if not isinstance(crossing.error, Closed):
+            self.buffer.close(crossing.error)
 
     def _serve(self, host: Host, index: int, groups: Sequence[int], version: int) -> Host:
         """Have these groups generated, whatever happens to workers; returns the live one."""

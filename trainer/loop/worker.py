@@ -30,6 +30,7 @@ from ..engines.base import Publish
 from ..engines.paged import PagedEngine
 from ..losses.catalogue import loss_named
 from .config import TrainConfig
+from .crossing import Crossing
 from .heads import HeadRecorder
 from .records import Task, Trajectory, TurnTask
 from .trajectories import admit, answered, extended, opened, request_of, seed_of
@@ -182,21 +183,20 @@ class RolloutWorker:
 def bounded(ask: Callable[[], R], seconds: float, what: str) -> R:
     """``ask()``, given up on after ``seconds``; the thread that hangs is left behind."""
     answers: list[R] = []
-    failures: list[Exception] = []
+    crossing = Crossing()
 
     def work() -> None:
-        try:
+        with crossing:
             answers.append(ask())
-        except Exception as error:  # noqa: BLE001  a user's code: any error, reported with its place
-            failures.append(error)
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     thread.join(seconds)
-    if failures:
+    error = crossing.error
+    if error is not None:
         raise UsageError(
-            f"{what} raised {type(failures[0]).__name__}: {failures[0]}; correct the task"
-        ) from failures[0]
+            f"{what} raised {type(error).__name__}: {error}; correct the task"
+        ) from error
     if not answers:
         raise BudgetError(
             f"{what} took more than {seconds:g} s; make it faster, or raise task_seconds"
