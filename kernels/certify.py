@@ -178,8 +178,8 @@ def certify(
     if chosen and elsewhere:
         first = elsewhere[0]
         raise CapabilityError(
-            f"{first.id} is about {first.device}, and here is {', '.join(sorted(here))}; certify it "
-            "on such a machine"
+            f"{first.id} is about {first.device}, and here is {', '.join(sorted(here))}; certify "
+            "it on such a machine"
         )
     wanted = [contract for contract in wanted if contract.device in here]
     results = []
