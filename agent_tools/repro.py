@@ -147,25 +147,31 @@ def repro_of(
     seconds: float = 60.0,
     seed: int = 0,
     prompts: Path | None = None,
+    plan: str | None = None,
     progress: Progress = lambda stage: None,
 ) -> Repro | WholeRepro:
-    """The same from a divergence on disk: a JSON file, or a folder with traces beside it."""
+    """The same from a divergence on disk: a JSON file, or a folder with traces beside it.
+
+    plan: the recipe that it was found with. A --whole repro then runs that recipe as it is by then,
+    so that a mended recipe turns it green.
+    """
     found, requests = read_divergence(path)
     progress(f"loading {found.model}")
     model = load_model(found.model, dtype=found.dtype, seed=seed)  # pyright: ignore
     if requests is None:
         requests = _made_again(found, model, seed, prompts, path)
     words = ["zm", "repro", str(path), "--out", str(folder)] + (["--site", site] if site else [])
+    words += ["--plan", plan] if plan else []
     sides = Side.parse(found.left.side), Side.parse(found.right.side)
-    plans = _plan(found.left.plan), _plan(found.right.plan)
+    plans = [plan or _plan(side.plan) for side in (found.left, found.right)]
     if whole:
         return write_whole_repro(
             folder, *sides, model, requests, plan=plans[0], seed=seed, seconds=seconds,
             command=shlex.join([*words, "--whole"]), progress=progress,
         )  # fmt: skip
     runners = [
-        Runner(side=side, model=model, requests=requests, plan=plan)
-        for side, plan in zip(sides, plans, strict=True)
+        Runner(side=side, model=model, requests=requests, plan=chosen)
+        for side, chosen in zip(sides, plans, strict=True)
     ]
     return write_repro(
         folder, runners[0], runners[1], found, site=site, seconds=seconds,

@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..kernels.errors import RecipeError, UncoveredSiteError
 from .bindings import OP_CLASSES, aligned_contract, check_contract, device_kind, dtype_name
 from .extension import is_draft, load_drafts, load_extension, op_classes, own_contracts
+from .own_kernels import is_for_known_operator, is_served, serve_own_kernel
 from .sites import Site
 
 if TYPE_CHECKING:
@@ -92,7 +93,9 @@ def aligned_plan(
 def load_own_kernels(spec: object) -> None:
     """Load the kernels that a draft or recipe folder brings: before a model's sites are looked for.
 
-    Anything that is no path of one is left alone.
+    Those for operators of this package are offered to certified dispatch (:mod:`.own_kernels`),
+    others become operators of their own (:mod:`.extension`). Anything that is no path of a draft or
+    recipe is left alone.
     """
     from .schema import load_recipe
 
@@ -102,8 +105,12 @@ def load_own_kernels(spec: object) -> None:
     if is_draft(folder):
         load_drafts(folder)
         return
+    place = folder if folder.is_dir() else folder.parent
     for own in load_recipe(folder).kernels:
-        load_extension((folder if folder.is_dir() else folder.parent) / own.path)
+        if is_for_known_operator(own.contract):
+            serve_own_kernel(place, own)
+        else:
+            load_extension(place / own.path)
 
 
 def plan_from(
@@ -140,11 +147,14 @@ def plan_from(
     if isinstance(spec, Recipe):
         if identity is not None:
             check_identity(spec, identity)
-        missing = [own.contract for own in spec.kernels if own.contract not in own_contracts()]
+        missing = [
+            own.contract for own in spec.kernels
+            if own.contract not in own_contracts() and not is_served(own)
+        ]  # fmt: skip
         if missing:
             raise RecipeError(
-                f"recipe {spec.name} brings a kernel for {missing[0]}, which is not loaded; give "
-                "the recipe's folder instead of its content"
+                f"recipe {spec.name} brings its own kernels, and the one for {missing[0]} is not "
+                "loaded; give the recipe's folder instead of its content"
             )
         wanted, have = (spec.dtype, spec.device), (dtype_name(dtype), device_kind(device))
         if wanted != have:

@@ -34,6 +34,10 @@ def repro(
         bool, typer.Option("--whole", help="A file that runs both engines, for wrong state.")
     ] = False,
     seconds: Annotated[float, typer.Option(help="Budget for shrinking.", min=1)] = 60.0,
+    plan: Annotated[
+        str | None,
+        typer.Option(metavar="RECIPE", help="The recipe's folder, where it was found with one."),
+    ] = None,
     prompts: options.Prompts = None,
     seed: options.Seed = 0,
     out: options.Out = None,
@@ -50,7 +54,7 @@ def repro(
     with stages() as progress:
         found = repro_of(
             divergence, folder, site=site, whole=whole, seconds=seconds, seed=seed,
-            prompts=prompts, progress=progress,
+            prompts=prompts, plan=plan, progress=progress,
         )  # fmt: skip
     return Answer(document=found, text=_repro_text(found, folder))
 

@@ -135,6 +135,8 @@ class Request(Record):
     quick: bool
     prompts: str | None = None
     """A file of the user's; None for ours."""
+    recipe: str | None = None
+    """Where the plan comes from, so that `zm regress` judges the recipe as it is by then."""
 
 
 class GateReport(Record):
@@ -288,6 +290,8 @@ def seal(report: GateReport) -> GateReport:
 def digest_of(report: GateReport) -> str:
     """Digest over everything but the digest itself."""
     plain = json.loads(report.model_dump_json(exclude={"digest"}))
+    if report.request.recipe is None:
+        del plain["request"]["recipe"]  # reports from before there was such a field
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

@@ -23,7 +23,7 @@ from ...kernels.errors import (
 from ...model_recipes.apply import find_sites
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
-from ...model_recipes.plan import Plan, load_own_kernels, plan_from
+from ...model_recipes.plan import STOCK, Plan, load_own_kernels, plan_from
 from ...trainer.engines.base import Request as Prompt
 from ..align import only_prompt
 from ..recipe import environment_digest, environment_of
@@ -129,6 +129,7 @@ def run_gates(
         gates=tuple(gate.id for gate in chosen),
         quick=quick,
         prompts=None if prompts is None else str(prompts),
+        recipe=_recipe_of(plan),
     )
     began = time.perf_counter()
     try:
@@ -136,6 +137,11 @@ def run_gates(
     finally:
         bench.release()
     return _report(bench, asked, results, time.perf_counter() - began)
+
+
+def _recipe_of(plan: str | Path | Plan) -> str | None:
+    named = not isinstance(plan, Plan) and str(plan) not in (STOCK, "aligned")
+    return str(plan) if named else None
 
 
 def prompts_for(model: LoadedModel, size: Size, seed: int, file: Path | None) -> list[Prompt]:
@@ -246,7 +252,10 @@ def read_gates(path: Path) -> GateReport:
 
 
 def rerun(report: GateReport, *, progress: Progress = lambda stage: None) -> Regression:
-    """The same gates on the same weights and plan, now; green ones must stay green."""
+    """The same gates on the same weights, now; green ones must stay green.
+
+    The plan is the report's; where it came from a recipe, the recipe as it is now.
+    """
     asked = report.request
     progress(f"loading {asked.model}")
     model = load_model(asked.model, dtype=asked.dtype, device=asked.device, seed=asked.seed)
@@ -257,14 +266,17 @@ def rerun(report: GateReport, *, progress: Progress = lambda stage: None) -> Reg
             f"the report is about another model ({'; '.join(foreign)}); run `zm gate` on this one"
         )
     again = run_gates(
-        model, report.plan, rollout=asked.rollout, only=asked.gates, quick=asked.quick,
-        seed=asked.seed, prompts=Path(asked.prompts) if asked.prompts else None,
+        model, Path(asked.recipe) if asked.recipe else report.plan, rollout=asked.rollout,
+        only=asked.gates, quick=asked.quick, seed=asked.seed,
+        prompts=Path(asked.prompts) if asked.prompts else None,
         progress=progress,
     )  # fmt: skip
     if again.requests_digest != report.requests_digest:
         raise MisalignedError(
             "the prompts are not the ones of the report; restore the file, or run `zm gate` again"
         )
+    if again.plan_digest != report.plan_digest:
+        moved = [*moved, f"plan: {asked.recipe} has other rules now"]
     return compare(report, again, moved)
 
 

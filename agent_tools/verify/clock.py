@@ -18,10 +18,10 @@ from torch import Tensor
 
 from ...kernels import bits
 from ...kernels.dispatch import choose
+from ...kernels.entry_points import Entry
 from ...kernels.trial import Case
 from ...kernels.trial import outputs as parts_of
 from .calls import Broken, Call, ask, described, parsed, raise_failure
-from .entries import Entry
 from .inputs import Draw, held_out
 from .records import SpeedAnswer
 from .serve import marked

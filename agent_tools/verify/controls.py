@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...kernels import bits
+from ...kernels.entry_points import Entry
 from .calls import Broken, Call, ask, compare
-from .entries import Entry
 from .judge import Accuracy, Gradients
 from .records import Control, Isolation
 from .watch import Nursery, StoppedError, Worker

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ...kernels import adversarial
+from ...kernels.entry_points import Entry
 from ...kernels.trial import outputs as parts_of
-from .entries import Entry
 from .formulas import FORMULAS, wanted, widened
 from .inputs import Draw, has_own_shapes, held_out
 from .records import AccuracyAnswer, GradientAnswer

@@ -5,10 +5,10 @@ tensor it hands to the candidate lies between guards of a known pattern, and so 
 ``torch.empty`` that the candidate asks for (not while it is being timed). Between calls the
 allocator is filled with garbage.
 
-Runs inside :mod:`.worker`; the standard library, numpy and torch only.
+Runs inside :mod:`.worker`; beside what loads any kernel file, the standard library, numpy and torch
+only.
 """
 
-import ctypes
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +19,12 @@ import numpy
 import torch
 from torch import Tensor
 
+from ...model_recipes.native import Native, functions_of
+
 GUARD = 512  # bytes on each side; a multiple of every vector width
 PATTERNS = {"nan": 0xFF, "other": 0x55}
 _EMPTY, _EMPTY_LIKE = torch.empty, torch.empty_like
 _FILLED = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
-_CONVERTERS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -35,36 +36,6 @@ def raw(tensor: Tensor) -> bytes:
     """The bytes of a tensor, row-major."""
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
     return flat.numpy().tobytes()
-
-
-class Native:
-    """What a candidate sees as ``native``: its compiled C++ functions, called by name.
-
-    Tensors become pointers, int and bool int64, float double, None a null pointer.
-    """
-
-    __slots__ = ("_functions",)
-
-    def __init__(self, path: str, names: Sequence[str]) -> None:
-        library = ctypes.CDLL(path)
-        self._functions = {name: getattr(library, name) for name in names}
-        for function in self._functions.values():
-            function.restype = None
-
-    def __call__(self, name: str, *arguments: Any) -> None:
-        """Run ``extern "C" void name(...)``."""
-        self._functions[name](*[_converted(each) for each in arguments])
-
-
-def _converted(argument: Any) -> Any:
-    converter = _CONVERTERS.get(type(argument))
-    if converter is not None:
-        return converter(argument)
-    if argument is None:
-        return ctypes.c_void_p()
-    if not (type(argument) is Tensor and argument.is_contiguous() and argument.is_cpu):
-        raise TypeError("native functions take contiguous CPU tensors, numbers and None")
-    return ctypes.c_void_p(argument.data_ptr())
 
 
 class Raised:
@@ -86,13 +57,6 @@ class Raised:
         text = str(error)[:300]
         self.answer = {"error": type(error).__name__[:60], "text": text, "line": lines[-1:]}
         return True
-
-
-def load(path: Path, native: Native | None) -> dict[str, Callable[..., Any]]:
-    """Run the candidate file as a module of its own; its functions by name."""
-    namespace: dict[str, Any] = {"__name__": "candidate", "native": native}
-    exec(compile(path.read_bytes(), path.name, "exec"), namespace)
-    return {name: each for name, each in namespace.items() if callable(each)}
 
 
 class Memory:
@@ -190,7 +154,8 @@ class Server:
         with Raised() as raised:
             native = Native(head["library"], names) if head.get("library") else None
             watch()
-            self.entries = load(Path(head["source"]), native)
+            source = Path(head["source"])
+            self.entries = functions_of(source.read_bytes(), source.name, native)
         if raised.answer is not None:
             return raised.answer
         if self.poisons:

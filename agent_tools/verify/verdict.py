@@ -42,12 +42,18 @@ def conclude(
     return "pass", "bits, accuracy, gradient and speed are green, and every control was red"
 
 
+def _shared(here: Path) -> list[Path]:
+    """What loading a recipe's kernel shares with judging it."""
+    recipes = here.parents[1] / "model_recipes"
+    return [recipes / "candidate.py", recipes / "native.py"]
+
+
 def digests(contract: Contract) -> dict[str, str]:
     """Of all that judges: a report with other digests was judged by something else."""
     here = Path(__file__).resolve().parent
     kernels = here.parents[1] / "kernels"
     parts = {
-        "verifier": sorted(here.glob("*.py")),
+        "verifier": [*sorted(here.glob("*.py")), kernels / "entry_points.py", *_shared(here)],
         "comparer": [kernels / "bits.py"],
         "references": sorted((kernels / "reference").glob("*.py")),
         "cases": [*sorted(kernels.glob("cases*.py")), kernels / "trial.py"],

@@ -19,13 +19,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...kernels.contract import Contract
-from ...kernels.dispatch import choose
+from ...kernels.contract import Contract, implementations
+from ...kernels.dispatch import admitted, choose, reference
+from ...kernels.entry_points import Entry, contract_for, entries_of
 from ...kernels.errors import CapabilityError
+from ...model_recipes.candidate import Source, check, read_candidate
+from ...model_recipes.own_kernels import PREFIX
 from . import controls
 from .calls import Broken, Call, ask, raise_failure
 from .clock import SPEED_ROWS, Clock
-from .entries import Entry, contract_for, entries_of
 from .formulas import FORMULAS
 from .inputs import has_own_shapes
 from .judge import Accuracy, Gradients, plain_cases
@@ -42,7 +44,6 @@ from .records import (
     Violation,
     workspace_file,
 )
-from .static import Source, check, read_candidate
 from .sweep import Sweep, cases_of
 from .verdict import conclude, digests
 from .watch import Nursery, StoppedError, Worker, isolation
@@ -88,7 +89,10 @@ def verify_kernel(
         questions=frozenset(questions),
         progress=progress,
     )
-    run.violations += check(source, {name: e.parameters for name, e in run.entries.items()})
+    run.violations += [
+        Violation(rule=fault.rule, detail=fault.detail, where=fault.where)
+        for fault in check(source, {name: e.parameters for name, e in run.entries.items()})
+    ]
     if not run.violations:
         if definition.device != "cpu" and not torch.cuda.is_available():
             raise CapabilityError(
@@ -293,6 +297,12 @@ class _Run:
     def _served(self, entry: Entry) -> dict[str, Any] | None:
         """Who a candidate stands beside: the admitted implementation, else plain torch."""
         chosen = choose(entry.contract.id)
+        if chosen.name.startswith(PREFIX):  # a recipe's, which a worker cannot find by its name
+            chosen = next(
+                (each for each in implementations(entry.contract.id)
+                 if not each.name.startswith(PREFIX) and admitted(each.contract, each.name)),
+                reference(entry.contract.id),
+            )  # fmt: skip
         if chosen.name != "reference":
             module = getattr(chosen.run, "__module__", "") or ""
             modules = [module] if module.startswith("zeromismatch.") else []

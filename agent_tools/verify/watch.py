@@ -26,6 +26,7 @@ from types import TracebackType
 from typing import Any
 
 from ...kernels.errors import CapabilityError
+from ...model_recipes.native import errors_of
 from . import frames
 from .records import Isolation, Limits
 
@@ -212,6 +213,8 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             select.select([self._handle], [], [], 5.0)
+            with contextlib.suppress(frames.LateError):
+                self._line(time.monotonic() + 5.0)  # told once it is reaped
             os.close(self._handle)
             self._handle = None
             os.close(self._status)
@@ -307,8 +310,7 @@ class Nursery:
             worker.end()
         if code != 0:
             said = (folder / "compiler.log").read_text(errors="replace")
-            lines = [line for line in said.splitlines() if "error" in line] or said.splitlines()
-            raise StoppedError("load", f"C++ does not compile: {' / '.join(lines[:3])[:400]}")
+            raise StoppedError("load", f"C++ does not compile: {errors_of(said)}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,

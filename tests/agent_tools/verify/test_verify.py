@@ -8,7 +8,6 @@ import torch
 
 from zeromismatch.agent_tools.cli import run
 from zeromismatch.agent_tools.verify import calls, verify_kernel, watch
-from zeromismatch.agent_tools.verify.entries import contract_for, entries_of
 from zeromismatch.agent_tools.verify.formulas import FORMULAS
 from zeromismatch.agent_tools.verify.inputs import held_out
 from zeromismatch.agent_tools.verify.judge import Accuracy, Gradients, PlainDraw
@@ -17,6 +16,7 @@ from zeromismatch.agent_tools.verify.watch import Nursery, StoppedError
 from zeromismatch.kernels import certify
 from zeromismatch.kernels.contract import contracts
 from zeromismatch.kernels.dispatch import reference
+from zeromismatch.kernels.entry_points import contract_for, entries_of
 from zeromismatch.kernels.errors import CapabilityError, UsageError
 from zeromismatch.kernels.trial import outputs
 

@@ -1,13 +1,13 @@
-"""What can be seen in a candidate without running it: necessary, never sufficient.
+"""An operator's kernel as one file, and what can be seen in it without running it.
 
     source = read_candidate(Path("fast_norm.py"))
-    violations = check(source, {"forward": 5, "backward": 7})
+    faults = check(source, {"forward": 5, "backward": 7})
 
 A candidate is one Python file of arithmetic. It may import torch, triton and a few harmless
 modules, hold constants and functions, and carry C++ in one string constant named ``CPP``; its
 functions are then called as ``native("name", ...)``. Everything that could reach out of that
-(processes, files, clocks, frames, module attributes, state) is refused by name here, stopped at run
-time by :mod:`.confine`, and made useless by what the parent compares.
+(processes, files, clocks, frames, module attributes, state) is refused by name here: necessary,
+never sufficient. ``zm verify`` stops it at run time as well and compares what comes out.
 """
 
 import ast
@@ -16,8 +16,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...kernels.errors import UsageError
-from .records import Violation
+from ..kernels.errors import UsageError
 
 MOST_BYTES = 200_000
 LONGEST_TEXT, MOST_ELEMENTS = 2000, 256
@@ -85,6 +84,15 @@ _NO_WALK = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One rule that the file breaks. ``rule``: as ``zm verify --rules`` names it."""
+
+    rule: str
+    detail: str
+    where: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """A candidate as text. ``cpp``: its C++, or None; ``symbols``: the functions in it."""
 
@@ -100,7 +108,11 @@ def read_candidate(path: Path) -> Source:
     """Read a candidate; UsageError where there is no such file, or it is a link."""
     if path.is_symlink() or not path.is_file():
         raise UsageError(f"{path.name} is not a file; give the path of one Python file")
-    content = path.read_bytes()
+    return parse_candidate(path, path.read_bytes())
+
+
+def parse_candidate(path: Path, content: bytes) -> Source:
+    """A candidate from the bytes of its file; ``fault`` says where they are no Python."""
     if len(content) > MOST_BYTES:
         fault = f"has {len(content)} bytes"
         return Source(path=path, text="", tree=None, fault=fault, cpp=None, symbols=())
@@ -127,15 +139,15 @@ def _texts(tree: ast.Module) -> Iterator[tuple[str, str]]:
             yield node.targets[0].id, node.value.value
 
 
-def check(source: Source, entries: Mapping[str, int]) -> tuple[Violation, ...]:
+def check(source: Source, entries: Mapping[str, int]) -> tuple[Fault, ...]:
     """Every rule that the file breaks; ``entries``: wanted function -> number of parameters."""
     if source.tree is None:
-        return (Violation(rule="syntax", detail=source.fault or "does not parse"),)
+        return (Fault(rule="syntax", detail=source.fault or "does not parse"),)
     found = [*_entries(source.tree, entries), *_top_level(source.tree)]
     for node in ast.walk(source.tree):
         line = getattr(node, "lineno", 0)
         found += [
-            Violation(rule=rule, detail=detail, where=f"line {line}")
+            Fault(rule=rule, detail=detail, where=f"line {line}")
             for rule, detail in _node(node)
         ]
     if source.cpp is not None:
@@ -143,13 +155,13 @@ def check(source: Source, entries: Mapping[str, int]) -> tuple[Violation, ...]:
     return tuple(dict.fromkeys(found))
 
 
-def _entries(tree: ast.Module, entries: Mapping[str, int]) -> Iterator[Violation]:
+def _entries(tree: ast.Module, entries: Mapping[str, int]) -> Iterator[Fault]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if not ast.get_docstring(tree):
-        yield Violation(rule="docstring", detail="the file has no docstring", where="line 1")
+        yield Fault(rule="docstring", detail="the file has no docstring", where="line 1")
     for name, count in entries.items():
         if name not in functions:
-            yield Violation(rule="entry", detail=f"does not define {name}")
+            yield Fault(rule="entry", detail=f"does not define {name}")
             continue
         node = functions[name]
         where = f"line {node.lineno}"
@@ -157,12 +169,12 @@ def _entries(tree: ast.Module, entries: Mapping[str, int]) -> Iterator[Violation
         others = own.vararg or own.kwarg or own.kwonlyargs
         if len(own.posonlyargs) + len(own.args) != count or others:
             detail = f"{name} must take {count} positional parameters, like the reference"
-            yield Violation(rule="entry", detail=detail, where=where)
+            yield Fault(rule="entry", detail=detail, where=where)
         if not ast.get_docstring(node):
-            yield Violation(rule="docstring", detail=f"{name} has no docstring", where=where)
+            yield Fault(rule="docstring", detail=f"{name} has no docstring", where=where)
 
 
-def _top_level(tree: ast.Module) -> Iterator[Violation]:
+def _top_level(tree: ast.Module) -> Iterator[Fault]:
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     for index, node in enumerate(tree.body):
         where = f"line {node.lineno}"
@@ -170,14 +182,14 @@ def _top_level(tree: ast.Module) -> Iterator[Violation]:
         if docstring or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
             continue
         if isinstance(node, ast.ClassDef):
-            yield Violation(rule="deferred", detail=f"defines class {node.name}", where=where)
+            yield Fault(rule="deferred", detail=f"defines class {node.name}", where=where)
         elif not (isinstance(node, ast.Assign | ast.AnnAssign) and _constant(node.value)):
             detail = "does more at import than define functions and constants"
-            yield Violation(rule="state", detail=detail, where=where)
+            yield Fault(rule="state", detail=detail, where=where)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names:
             detail = f"keeps {node.attr} on function {ast.unparse(node.value)}"
-            yield Violation(rule="state", detail=detail, where=f"line {node.lineno}")
+            yield Fault(rule="state", detail=detail, where=f"line {node.lineno}")
 
 
 def _constant(node: ast.expr | None) -> bool:
@@ -266,16 +278,16 @@ def _function(node: ast.FunctionDef) -> Iterator[tuple[str, str]]:
             yield "state", f"{node.name} has a mutable default"
 
 
-def _cpp(text: str) -> Iterator[Violation]:
+def _cpp(text: str) -> Iterator[Fault]:
     joined = text.replace("\\\n", "")
     bare = re.sub(r"//[^\n]*|/\*.*?\*/", " ", joined, flags=re.DOTALL)
     if re.search(r"\bextern\b", SYMBOL.sub("", bare)):
-        yield Violation(rule="native", detail="C++ declares what it does not define")
+        yield Fault(rule="native", detail="C++ declares what it does not define")
     if not SYMBOL.search(bare):
-        yield Violation(rule="native", detail='CPP defines no extern "C" void function')
+        yield Fault(rule="native", detail='CPP defines no extern "C" void function')
     for line in re.findall(r"^\s*#\s*(\w+)([^\n]*)", bare, flags=re.MULTILINE):
         header = re.match(r'\s*[<"]([^>"]+)[>"]', line[1])
         if line[0] == "include" and (header is None or header.group(1) not in INCLUDES):
-            yield Violation(rule="native", detail=f"C++ includes {line[1].strip()[:40]}")
+            yield Fault(rule="native", detail=f"C++ includes {line[1].strip()[:40]}")
     for word in dict.fromkeys(CPP_WORDS.findall(bare)):
-        yield Violation(rule="native", detail=f"C++ uses {word}")
+        yield Fault(rule="native", detail=f"C++ uses {word}")

@@ -11,10 +11,10 @@ table; rotary, whose gradient is the forward with the sine's sign turned) have `
 import inspect
 from dataclasses import dataclass
 
-from ...kernels import certify
-from ...kernels.contract import Contract, contracts, get_contract
-from ...kernels.dispatch import reference
-from ...kernels.errors import UsageError
+from . import certify
+from .contract import Contract, contracts, get_contract
+from .dispatch import reference
+from .errors import UsageError
 
 GRADIENTS: dict[str, dict[str, str]] = {
     "linear": {
