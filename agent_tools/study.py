@@ -11,10 +11,12 @@ Left out: any claim beyond the model at hand. A tiny model says whether the part
 not which recipe wins at scale.
 """
 
+import contextlib
+import fcntl
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -161,7 +163,8 @@ def run_study(
             if not done.exists():
                 loaded = load_model(model, dtype=settings.dtype)
                 plan = plan_of(entry, settings.dtype)
-                found = run_entry(name, entry, loaded, plan, settings, seed, folder)
+                with alone(folder):
+                    found = run_entry(name, entry, loaded, plan, settings, seed, folder)
                 write_whole(done, found.model_dump_json(indent=1) + "\n")
             results.append(Result.model_validate_json(done.read_text(encoding="utf-8")))
             if seed == settings.seeds[0]:
@@ -184,6 +187,20 @@ def _claim(out: Path, model: str, settings: Settings) -> None:
     if file.exists() and file.read_text(encoding="utf-8") != text:
         raise UsageError(f"{out} holds a study with other settings; choose another --out")
     write_whole(file, text)
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Generator[None]:
+    """Hold a run's folder; UsageError where another process does. The lock ends with ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise UsageError(
+                f"another study is at work in {folder}; wait for it, or choose another --out"
+            ) from error
+        yield
 
 
 def plan_of(entry: Entry, dtype: DTypeName) -> Plan:

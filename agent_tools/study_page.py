@@ -37,7 +37,8 @@ EXPLAINED = (
     "ones.",
     "Moved against: tokens with an advantage whose logprob, scored again by the trainer after the "
     "update, moved against the advantage's sign (or not at all).",
-    "Kernel term: trainer against rollout under the weights that sampled, on every action token.",
+    "Kernel term: trainer against rollout under the weights that sampled, on every action token "
+    "(tokens of lag 0 are counted twice where a recipe itself asks for these logprobs).",
 )
 
 
@@ -124,7 +125,8 @@ def markdown(study: Study, *, command: str) -> str:
         "",
         f"{setting_line(study)}. {caveat(study)}",
         "",
-        f"Made by `{command}` in {study.seconds / 60:.0f} minutes; curves: "
+        f"Made by `{command}`; its runs took {study.seconds / 60:.0f} minutes in all, which says "
+        "nothing about speed where other work shared the machine. Curves: "
         "[study.html](study.html), all numbers: [study.json](study.json).",
         "",
         f"| {' | '.join(COLUMNS).replace('|d|', 'd')} |",

@@ -11,6 +11,7 @@ from zeromismatch.agent_tools.study import (
     OURS,
     Settings,
     Study,
+    alone,
     chosen_entries,
     result_of,
     run_study,
@@ -59,7 +60,7 @@ def test_all_entries_get_the_same_prompts_and_first_weights(found):
 def test_it_leaves_records_and_no_weights(found):
     _, _, out = found
     names = sorted(path.name for path in out.rglob("*") if path.is_file())
-    assert names == ["metrics.jsonl"] * 3 + ["result.json"] * 3 + ["settings.json"]
+    assert names == ["lock"] * 3 + ["metrics.jsonl"] * 3 + ["result.json"] * 3 + ["settings.json"]
 
 
 @pytest.mark.slow
@@ -86,6 +87,18 @@ def test_page_table_and_json_hold_the_same_rows(found, tmp_path: Path):
     assert "<script" not in page
     assert Study.model_validate_json((tmp_path / "study.json").read_text()) == study
     assert page_of(study, curves, "zm study").word == "DIFF 0"
+
+
+def test_two_studies_in_one_folder_are_refused(tmp_path: Path):
+    folder = tmp_path / "run"
+    with (
+        alone(folder),
+        pytest.raises(UsageError, match="another study is at work"),
+        alone(folder),
+    ):
+        pass
+    with alone(folder):
+        assert (folder / "lock").exists()
 
 
 def study_of(**changes: object) -> Study:
