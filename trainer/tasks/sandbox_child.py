@@ -17,6 +17,7 @@ import resource
 import struct
 import sys
 import traceback
+from types import TracebackType
 
 PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 38, 22, 2
 LOAD, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
@@ -92,14 +93,15 @@ def main() -> None:
     _confine()
     os.write(int(ready), b"1")
     os.close(int(ready))
-    try:
-        exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
-    except SystemExit as end:
-        sys.exit(end.code)
-    except BaseException as error:  # noqa: BLE001  whatever the code raises is its output
-        frames = error.__traceback__.tb_next if error.__traceback__ else None
-        traceback.print_exception(type(error), error, frames)
-        sys.exit(1)
+    sys.excepthook = _told
+    exec(compile(code, "<code>", "exec"), {"__name__": "__main__"})
+
+
+def _told(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print what the code raised, without the frames of this file."""
+    while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+        trace = trace.tb_next
+    traceback.print_exception(kind, error, trace)
 
 
 if __name__ == "__main__":
