@@ -12,6 +12,8 @@ bit flipped it must report MISALIGNED and name tensor and row.
 import dataclasses
 from collections.abc import Callable
 
+import numpy as np
+
 from ..kernels import bits
 from ..trainer.engines.base import Observer, Request
 from .anchor import prove_alignment
@@ -41,29 +43,42 @@ def self_test(runner: Runner, fault: Fault = lambda observer: observer) -> SelfT
         repeats = f"the left side does not repeat itself: {moved} rows differ between two runs"
         return SelfTest(passed=False, activation=repeats, weight="not tried")
     site = runner.sites[len(runner.sites) // 2].name
-    activation_found, activation = _activation(plain, site, shortest, run)
+    activation_found, activation = _activation(plain, site, _own_row(plain, shortest), run)
     weight_found, weight = _weight(plain, runner)
     return SelfTest(
         passed=activation_found and weight_found, activation=activation, weight=weight
     )
 
 
+def _own_row(plain: Trace, request: Request) -> tuple[str, int]:
+    """A row in the middle of what ran: the request's own, where a prefix hit left it any.
+
+    A hit takes leading rows from another request; those never run under this one's name.
+    """
+    name = [each.id for each in plain.requests].index(request.id)
+    own = np.unique(plain.table.position[plain.table.request == name])
+    if not len(own):
+        name = int(plain.table.request[0])
+        own = np.unique(plain.table.position[plain.table.request == name])
+    return plain.requests[name].id, int(own[len(own) // 2])
+
+
 def _activation(
-    plain: Trace, site: str, request: Request, run: Callable[[Fault], Trace]
+    plain: Trace, site: str, row: tuple[str, int], run: Callable[[Fault], Trace]
 ) -> tuple[bool, str]:
-    position = len(request.tokens) // 2
+    request, position = row
 
     def flip(observer: Observer) -> Observer:
-        return FlipBit(observer, site=site, request=request.id, position=position, element=1)
+        return FlipBit(observer, site=site, request=request, position=position, element=1)
 
     comparison = Comparison(run(flip), plain)
     convicted = [found for found in comparison.sites if found.affected]
-    where = f"one bit of {site}, request {request.id}, position {position}"
+    where = f"one bit of {site}, request {request}, position {position}"
     first = comparison.first()
     exact = (
         first is not None
         and [found.site for found in convicted] == [site]
-        and (first.at.request, first.at.position) == (request.id, position)
+        and (first.at.request, first.at.position) == row
     )
     if exact:
         return True, f"{where}: found there, and only there"

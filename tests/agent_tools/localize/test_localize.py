@@ -42,6 +42,25 @@ def stock(model: LoadedModel, requests: tuple[Request, ...]) -> Divergence:
     return run("transformers:decode", "transformers:alone", model, requests, "stock", Options())
 
 
+def test_the_self_test_flips_a_row_that_its_request_computes_itself(model: LoadedModel) -> None:
+    """Under prefix hits the shortest request may take its middle from another one."""
+    prefix = tuple(range(3, 43))
+    tails = ((50, 51), tuple(range(60, 80)), tuple(range(90, 120)))
+    requests = tuple(
+        Request(
+            id=f"r{index}",
+            tokens=prefix + tail,
+            sampled_mask=(False,) * 41 + (True,) * (len(tail) - 1),
+        )
+        for index, tail in enumerate(tails)
+    )
+    for schedule in ("prefix-hit", *(f"fuzz:{seed}" for seed in range(6))):
+        found = run(f"paged:{schedule}", "packed:packed", model, requests,
+                    options=Options(causes=False))  # fmt: skip
+        assert found.self_test is not None
+        assert found.self_test.passed, (schedule, found.self_test.activation)
+
+
 @pytest.mark.parametrize("schedule", ["fuzz:1", "prefix-hit", "preempt", "chunk:7"])
 def test_aligned_sides_are_equal_and_say_how_much_was_compared(
     model: LoadedModel, requests: tuple[Request, ...], schedule: str
