@@ -301,4 +301,3 @@ combine_op.register_autograd(_grad_combine, setup_context=_keep_grouped)
 def check(op: str, *tensors: Tensor) -> None:
     """CUDA tensors of one device on a GPU with proved contracts."""
     require(op, *tensors)
-

@@ -23,9 +23,7 @@ def test_a_bin_shows_its_worst_token():
 
 def test_summary_names_the_first_place_in_words():
     cells = ((0,) * 5, (0, -1, 0, 0, 1))
-    drawing = draw_heat(
-        HeatMap(rows=("embed", "layer 0"), spans=(("a", 2), ("b", 3)), cells=cells)
-    )
+    drawing = draw_heat(HeatMap(rows=("embed", "layer 0"), spans=(("a", 2), ("b", 3)), cells=cells))
     assert drawing.summary.startswith("2 requests, 2 rows: 1 of 9 cells differ")
     assert "layer 0, first at token 2 of b" in drawing.summary
     assert drawing.borders == (round(PLOT_WIDTH / 5 * 2, 2),)
