@@ -14,11 +14,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from ..kernels.errors import CapabilityError
 
 FLAGS = ("-O3", "-std=c++17", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp")
 SECONDS = 60.0
+_TENSORS = frozenset((Tensor, Parameter))
 _CONVERTERS = {int: ctypes.c_int64, bool: ctypes.c_int64, float: ctypes.c_double}
 
 
@@ -63,7 +65,7 @@ def _converted(argument: Any) -> Any:
         return converter(argument)
     if argument is None:
         return ctypes.c_void_p()
-    if not (type(argument) is Tensor and argument.is_contiguous() and argument.is_cpu):
+    if not (type(argument) in _TENSORS and argument.is_contiguous() and argument.is_cpu):
         raise TypeError("native functions take contiguous CPU tensors, numbers and None")
     return ctypes.c_void_p(argument.data_ptr())
 

@@ -112,8 +112,13 @@ def _company_leak(engines: Engines, requests: Sequence[Request], found: Findings
 
 
 def planted_bit(engines: Engines, request: Request, kind: type[FlipBit] = FlipBit) -> FlipBit:
-    """One mantissa bit of the last norm's output, in the row that predicts the last token."""
-    norms = [site for site in engines.paged.instrument.sites if site.op_class.startswith("rmsnorm")]
+    """One mantissa bit of the last norm's output, in the row that predicts the last token.
+
+    Of the last linear layer's, where a recipe brings the norms as operators of its own.
+    """
+    sites = engines.paged.instrument.sites
+    norms = [site for site in sites if site.op_class.startswith("rmsnorm")]
+    norms = norms or [site for site in sites if site.op_class == "linear"]
     small = engines.paged.loaded.dtype.itemsize == 2
     return kind(
         Quiet(),

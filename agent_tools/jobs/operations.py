@@ -78,6 +78,7 @@ class Operation:
             if name != NOT_ASKED and name not in self.withheld:
                 given = parameter.default
                 default: Any = ... if given is inspect.Parameter.empty else given
+                default = str(given) if isinstance(given, Path) else default
                 found[name] = (_described(parameter.annotation), default)
         return found
 

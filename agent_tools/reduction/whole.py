@@ -19,7 +19,12 @@ from typing import Literal
 
 from pydantic import ValidationError
 
-from ...kernels.errors import InconclusiveError, ZeroMismatchError
+from ...kernels.errors import (
+    CapabilityError,
+    InconclusiveError,
+    UsageError,
+    ZeroMismatchError,
+)
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
 from ...trainer.engines.base import Request, Sampling
@@ -239,8 +244,12 @@ def rerun(path: Path, *, expect_equal: bool = False) -> int:
         named = _checked(record.fault, model) or None
     else:
         sides = Side.parse(record.sides[0]), Side.parse(record.sides[1])
-        with _planted(record.fault, model):
-            named = outcome(model, sides, record.plan, requests)
+        try:
+            with _planted(record.fault, model):
+                named = outcome(model, sides, record.plan, requests)
+        except (CapabilityError, UsageError) as error:  # a plan that cannot be used, say
+            print(f"unsuitable: {error}")
+            return UNSUITABLE
     if named is None:
         print("equal: every operator row and every logprob")
         return EQUAL

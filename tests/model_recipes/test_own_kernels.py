@@ -16,6 +16,7 @@ from zeromismatch.model_recipes.plan import aligned_plan, plan_from
 from zeromismatch.model_recipes.schema import Recipe, RecipeKernel, file_digest, save_recipe
 
 NORM = "rmsnorm.lanes16.float32.cpu.v1"
+GRADIENT = "rmsnorm_grad.lanes16.float32.cpu.v1"
 CANDIDATE = Path(__file__).parents[1] / "agent_tools" / "verify" / "candidates" / "norm.py"
 ADDED = "weight[c] : weight[c])"
 """The end of the line of the C++ that multiplies by the weight."""
@@ -43,22 +44,29 @@ def own_kernel(folder: Path, text: str, contract_id: str = NORM) -> RecipeKernel
 
 
 def only(name: str) -> None:
-    """Withdraw all implementations of the contract but one."""
-    found = contract._IMPLEMENTATIONS[NORM]
-    found[:] = [each for each in found if each.name == name]
+    """Withdraw all implementations of both contracts but one."""
+    for found in (contract._IMPLEMENTATIONS[NORM], contract._IMPLEMENTATIONS[GRADIENT]):
+        found[:] = [each for each in found if each.name == name]
     dispatch.forget()
 
 
 def test_a_kernel_is_proved_and_serves(tmp_path: Path):
-    x, weight = torch.randn(5, 360), torch.randn(360)
+    x, weight = torch.randn(5, 360), torch.nn.Parameter(torch.randn(360))
     expected = rmsnorm.rmsnorm(x, weight, 1e-6)
+    expected.sum().backward()
+    gradient, weight.grad = weight.grad, None
+    assert gradient is not None
     forward, backward = serve_own_kernel(tmp_path, own_kernel(tmp_path, CANDIDATE.read_text()))
-    assert (forward.contract, backward.contract) == (NORM, "rmsnorm_grad.lanes16.float32.cpu.v1")
+    assert (forward.contract, backward.contract) == (NORM, GRADIENT)
     assert dispatch.admitted(forward.contract, forward.name)
     assert dispatch.admitted(backward.contract, backward.name)
     only(forward.name)
     assert dispatch.choose(NORM).run is forward.run
-    assert bits.equal(rmsnorm.rmsnorm(x, weight, 1e-6), expected)
+    found = rmsnorm.rmsnorm(x, weight, 1e-6)
+    found.sum().backward()
+    assert bits.equal(found.detach(), expected.detach())
+    assert weight.grad is not None
+    assert bits.equal(weight.grad, gradient)
 
 
 def test_a_wrong_kernel_is_refused_by_dispatch(tmp_path: Path):
