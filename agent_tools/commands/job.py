@@ -1,4 +1,4 @@
-"""``zm job list / show / cancel``, ``zm runs`` and ``zm trace``: what was started and what is here."""
+"""``zm job list / show / cancel``, ``zm runs``, ``zm trace``: what was started, what is here."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated

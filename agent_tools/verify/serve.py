@@ -65,7 +65,7 @@ class Memory:
     def __init__(self, device: str, pattern: str) -> None:
         self.device, self.byte = device, PATTERNS[pattern]
         self.inputs: dict[int, Tensor] = {}
-        self.given: dict[int, Tensor] = {}
+        self.given: dict[int, tuple[Tensor, int]] = {}
 
     def block(self, length: int) -> Tensor:
         """uint8 of ``length`` bytes between two guards, all of the pattern."""
@@ -79,7 +79,7 @@ class Memory:
             count *= each
         length = count * dtype.itemsize
         block = self.block(length)
-        self.given[block.untyped_storage().data_ptr()] = block
+        self.given[block.untyped_storage().data_ptr()] = (block, GUARD + length)
         return block[GUARD : GUARD + length].view(dtype).view(tuple(size))
 
     def place(self, index: int, spec: dict[str, Any], body: memoryview, *, off: bool) -> Tensor:
@@ -190,10 +190,10 @@ class Server:
         blocks = [self.memory.inputs[i] for i, s in enumerate(head["args"]) if "shape" in s]
         parts += [raw(block) for block in blocks]
         where = [[block.untyped_storage().data_ptr(), block.numel()] for block in blocks]
-        guards = [
+        guards = [  # from the tensor's last byte on: what rounds a block up is nobody's either
             bool((block[:GUARD] == self.memory.byte).all())
-            and bool((block[-GUARD:] == self.memory.byte).all())
-            for block in self.memory.given.values()
+            and bool((block[end:] == self.memory.byte).all())
+            for block, end in self.memory.given.values()
         ]
         lengths = [block.numel() for block in blocks]
         head = {"ok": True, "outputs": described, "inputs": where, "blocks": lengths}

@@ -23,7 +23,7 @@ from zeromismatch.model_recipes import extension
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = Size(
-    requests=2, reply=6, fuzzed=1, fuzz_requests=2, backward=2, gradient_requests=1, long=64,
+    requests=4, reply=12, fuzzed=1, fuzz_requests=2, backward=2, gradient_requests=1, long=64,
     rounds=1, training_steps=1,
 )  # fmt: skip
 OF_THE_REGISTRY = ("nightjar", "osprey")
@@ -82,7 +82,9 @@ def test_the_judge_in_its_own_process_agrees(tmp_path: Path):
 
 def test_no_answer_is_within_reach(tmp_path: Path):
     load_operators()
-    known = {entry.op for entry in contracts()}
+    package = "zeromismatch.kernels."  # other tests of this process may have loaded extensions
+    known = {entry.op for entry in contracts() if entry.reference.startswith(package)}
+    assert "linear" in known
     shipped = [*(ROOT / "skill").rglob("*.md"), *(ROOT / "playbooks").glob("*.md"),
                *(ROOT / "agent_tools" / "eval").rglob("*.*"), *tmp_path.rglob("*.*")]  # fmt: skip
     texts = {path: path.read_text() for path in shipped if path.suffix in (".md", ".py", ".yaml")}

@@ -123,5 +123,5 @@ def test_clean_fuzzed_runs_give_no_verdict(model: LoadedModel) -> None:
 
 
 @pytest.mark.slow
-def test_a_thousand_clean_fuzzed_runs_give_no_verdict(model: LoadedModel) -> None:
-    clean_runs(model, range(1000))
+def test_clean_fuzzed_runs_of_other_seeds_give_no_verdict(model: LoadedModel) -> None:
+    clean_runs(model, range(900, 1000))
