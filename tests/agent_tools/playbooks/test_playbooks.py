@@ -63,7 +63,7 @@ def test_an_unknown_page_is_said_with_those_there_are():
         page("../README")
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_every_command_ends_as_the_page_says(
     tmp_path_factory: pytest.TempPathFactory, capsys: pytest.CaptureFixture[str]

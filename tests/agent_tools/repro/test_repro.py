@@ -87,7 +87,8 @@ def test_a_bug_planted_inside_a_model_shrinks_to_its_operator(
         assert alone(tmp_path).returncode == 1
 
 
-ANY = ("B01", "M06", "Q01", "C01", "C05", "T01")
+LONG = (pytest.param(fault, marks=pytest.mark.long) for fault in ("M06", "C01", "C05", "T01"))
+ANY = ("B01", "Q01", *LONG)
 """A kernel alone, a cache, an engine's answer, a publication, a certificate."""
 
 

@@ -21,7 +21,7 @@ from zeromismatch.model_recipes.schema import Recipe, RecipeKernel, file_digest,
 
 from .conftest import ENTRY
 
-pytestmark = [pytest.mark.anyio, pytest.mark.slow]
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
 MODEL, RECIPE = "tiny:qwen3", "model_recipes/tiny/qwen3"
 CONTRACT = "rmsnorm.lanes16.float32.cpu.v1"
