@@ -10,6 +10,7 @@ import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -52,7 +53,11 @@ def start_blocked(store: Store, **options: object) -> tuple[str, int]:
     """A job at work, and the pipe's end that it waits for."""
     pipe = pipe_of(store)
     job = store.start("job_result", ASKED, **options)
-    return job.id, os.open(pipe, os.O_WRONLY)
+    end = os.open(pipe, os.O_WRONLY)
+    until = time.monotonic() + PATIENCE
+    while store.read(job.id).state == "queued":  # the pipe may have another job's reader
+        assert time.monotonic() < until, "the job did not start"
+    return job.id, end
 
 
 def processes(folder: Path) -> list[int]:
