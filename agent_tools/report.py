@@ -22,6 +22,8 @@ from .plots import Bar, HeatDrawing, HeatMap, bars, draw_heat
 from .records import Culprit, Divergence, Record, Status
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
+
     from ..model_recipes.schema import Evidence
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -135,8 +137,8 @@ def write_whole(path: Path, text: str) -> Path:
         raise DiskError(f"cannot write {path}: {what}; free some room or use --out") from error
 
 
-def render(data: ReportData) -> str:
-    """The page as text."""
+def templates() -> "Environment":
+    """Where every page's template is found; ``prose`` is a filter in all of them."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     environment = Environment(
@@ -146,8 +148,14 @@ def render(data: ReportData) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters["count"] = lambda number: f"{number:,}"
     environment.filters["prose"] = prose
+    return environment
+
+
+def render(data: ReportData) -> str:
+    """The page as text."""
+    environment = templates()
+    environment.filters["count"] = lambda number: f"{number:,}"
     template = environment.get_template("report.html.j2")
     return template.render(data=data, panels=[panel(entry) for entry in data.comparisons])
 

@@ -56,10 +56,9 @@ def _own_row(plain: Trace, request: Request) -> tuple[str, int]:
     A hit takes leading rows from another request; those never run under this one's name.
     """
     name = [each.id for each in plain.requests].index(request.id)
-    own = np.unique(plain.table.position[plain.table.request == name])
-    if not len(own):
+    if name not in plain.table.request:
         name = int(plain.table.request[0])
-        own = np.unique(plain.table.position[plain.table.request == name])
+    own = np.unique(plain.table.position[plain.table.request == name])
     return plain.requests[name].id, int(own[len(own) // 2])
 
 

@@ -11,13 +11,13 @@ import shlex
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ..trainer.diagnostics.journal import FILE, read_journal
 from ..trainer.diagnostics.record import UpdateRecord
 from .curves import CurveDrawing, Line, draw
 from .records import Record
-from .report import TEMPLATES, Command, prose, write_whole
+from .report import Command, templates, write_whole
 
 PAGE = "report.html"
 SMOOTH = 20
@@ -143,18 +143,7 @@ def training_page(records: Sequence[UpdateRecord], *, title: str, command: str =
 
 def render_curves(page: CurvePage) -> str:
     """The page as text."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    filters: dict[str, Any] = {"prose": prose}
-    environment.filters.update(filters)
-    return environment.get_template("curves.html.j2").render(page=page)
+    return templates().get_template("curves.html.j2").render(page=page)
 
 
 def _mean(records: Sequence[UpdateRecord]) -> float:

@@ -9,9 +9,7 @@ process**. A plain folder with ``auto_map`` stays refused.
 """
 
 import hashlib
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import torch
 from torch import nn
 
 from ..kernels.errors import CheckpointError
+from .file_module import file_module
 from .tiny import draw
 
 PREFIX = "code:"
@@ -76,19 +75,10 @@ def _classes(folder: Path, fields: dict[str, Any]) -> tuple[Any, Any]:
 def _module(path: Path) -> Any:
     """The folder's file as a module; the same content is run once per process."""
     digest = hashlib.blake2b(path.read_bytes(), digest_size=8).hexdigest()
-    name = f"{MODULE_PREFIX}{digest}"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
-        assert spec is not None
-        assert spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except (ImportError, NameError, SyntaxError, TypeError, ValueError) as error:
-            del sys.modules[name]
-            raise CheckpointError(f"{path} cannot be run: {error}") from error
-    return sys.modules[name]
+    try:
+        return file_module(path, f"{MODULE_PREFIX}{digest}")
+    except (ImportError, NameError, SyntaxError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be run: {error}") from error
 
 
 def _load(module: nn.Module, weights: Path, folder: Path) -> None:

@@ -21,8 +21,6 @@ necessary and never sufficient: whoever runs a recipe's code has to trust it, or
 
 import ast
 import hashlib
-import importlib.util
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +31,7 @@ from torch import Tensor, nn
 
 from ..kernels.contract import Contract, register_contract
 from ..kernels.errors import ContractError, RecipeError
+from .file_module import file_module
 
 FOLDER = "kernels"
 IMPORTS = frozenset(("torch", "torch.nn", "math", "typing", "collections.abc"))
@@ -132,21 +131,11 @@ def load_extension(path: Path) -> Extension:
 
 
 def _run(path: Path, digest: str) -> Any:
-    name = MODULE_PREFIX + digest
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
     try:
-        spec.loader.exec_module(module)
+        return file_module(path, MODULE_PREFIX + digest)
     except (ArithmeticError, AttributeError, ImportError, LookupError, NameError, RuntimeError,
             TypeError, ValueError) as error:  # fmt: skip
-        del sys.modules[name]
         raise RecipeError(f"{path.name} cannot be loaded: {error}; correct it") from error
-    return module
 
 
 def _contract(module: Any, path: Path) -> Contract:

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ..kernels.errors import UsageError
-from ..kernels.linear import grad_input
+from ..kernels.linear import grad_input, grad_weight
 from ..kernels.moe import combine, grouped_linear
 
 Gated = Callable[[Tensor, Tensor], Tensor]
@@ -101,18 +101,17 @@ class _FirstProduct(torch.autograd.Function):
         rows, weight = ctx.saved_tensors
         route, grad = ctx.route, grads[0][:, 0].contiguous()
         d_rows = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+        d_weight = torch.zeros_like(weight)
         owner = route.experts[:, 0]
         for expert in owner.unique().tolist():
             mine = owner == expert
-            d_rows[mine] = grad_input(grad[mine], weight[expert], out_dtype=torch.float32)
+            up = grad[mine]
+            d_rows[mine] = grad_input(up, weight[expert], out_dtype=torch.float32)
+            d_weight[expert] = grad_weight(up, rows[mine], out_dtype=weight.dtype)
         slots = route.back(d_rows).unflatten(0, (-1, ctx.top_k))
         d_x = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
         for k in range(ctx.top_k):
             d_x += slots[:, k]
-        leaf = weight.detach().requires_grad_()
-        with torch.enable_grad():
-            again = grouped_linear(rows[:, None], route.experts, leaf)
-        (d_weight,) = torch.autograd.grad(again, leaf, grads[0])
         return d_x.to(rows.dtype), d_weight, None, None
 
 

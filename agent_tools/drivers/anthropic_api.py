@@ -20,7 +20,7 @@ from .conversation import (
     Turn,
     Usage,
 )
-from .provider_errors import checked_key, faults, import_sdk
+from .provider_errors import RETRIES, checked_key, faults, import_sdk
 
 STOPS: Mapping[str, Stop] = {
     "tool_use": "calls",
@@ -31,7 +31,6 @@ STOPS: Mapping[str, Stop] = {
     "model_context_window_exceeded": "cut",
     "refusal": "refused",
 }
-RETRIES = 4
 
 
 class AnthropicProvider:

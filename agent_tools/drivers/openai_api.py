@@ -21,9 +21,7 @@ from .conversation import (
     Turn,
     Usage,
 )
-from .provider_errors import checked_key, faults, import_sdk
-
-RETRIES = 4
+from .provider_errors import RETRIES, checked_key, faults, import_sdk
 
 
 class OpenAIProvider:

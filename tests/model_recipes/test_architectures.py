@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from zeromismatch.agent_tools.accuracy import in_fp64
 from zeromismatch.kernels import bits
 from zeromismatch.kernels.errors import ContractError, UncoveredSiteError
 from zeromismatch.model_recipes import tiny
@@ -26,17 +27,11 @@ BEYOND_LLAMA = ("tiny:qwen2", "tiny:qwen2+window", "tiny:qwen3", "tiny:mistral",
                 "tiny:deepseek_v3", *(f"tiny:qwen3+{rope}" for rope in ROPES))  # fmt: skip
 
 
-def double(module: Any) -> Any:
-    """The model in fp64; grouped products have none, so experts run in transformers' plain loop."""
-    module.config._experts_implementation = "eager"
-    return module.double()
-
-
 @pytest.mark.parametrize("spec", BEYOND_LLAMA)
 @torch.no_grad()
 def test_aligned_error_is_at_most_twice_the_stock_error(spec: str, sequences: list[Tensor]) -> None:
     model: Any = load_model(spec).module
-    exact: Any = double(load_model(spec).module)
+    exact: Any = in_fp64(load_model(spec).module)
     longer = [*sequences, sequences[0].repeat(3)]  # windows bite, four pages
     reference = torch.cat([exact(ids[None]).logits[0] for ids in longer]).log_softmax(-1)
     stock = torch.cat([model(ids[None]).logits[0] for ids in longer]).log_softmax(-1)
@@ -53,7 +48,7 @@ def test_aligned_error_is_at_most_twice_the_stock_error(spec: str, sequences: li
                                   "tiny:gpt_oss+dense", "tiny:qwen3_moe",
                                   "tiny:deepseek_v3"])  # fmt: skip
 def test_gradients_agree_with_fp64(spec: str, sequences: list[Tensor]) -> None:
-    model, exact = load_model(spec).module, double(load_model(spec).module)
+    model, exact = load_model(spec).module, in_fp64(load_model(spec).module)
     instrument = apply_plan(model, ALIGNED)
     hidden = model.base_model(**packed(sequences))[0][0]  # type: ignore[operator]
     targets = torch.cat(sequences).roll(-1)

@@ -6,7 +6,6 @@ way) go through here, so that a generated schedule replays through the very same
 """
 
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -35,7 +34,7 @@ class Execution:
         caches: Sequence[KVCache],
         tokens: Mapping[str, Sequence[int]],
         observer: Observer | None,
-        requests: Mapping[str, Request] = MappingProxyType({}),
+        requests: Mapping[str, Request],
     ) -> None:
         self.instrument = instrument
         self.weights = weights

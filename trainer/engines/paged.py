@@ -113,8 +113,8 @@ class PagedEngine:
         requests = {request.id: request for request in scenario.requests}
         num_pages = self._pages_for_schedule(schedule, requests)
         tokens = {name: request.tokens for name, request in requests.items()}
-        execution = self._execution(tokens, num_pages, _padding_pages(schedule), observer)
-        execution.requests = requests
+        padding = _padding_pages(schedule)
+        execution = self._execution(tokens, num_pages, padding, observer, requests)
         scored: list[Sample] = []
         with observed(self.instrument, observer):
             for event in schedule.events:
@@ -157,7 +157,7 @@ class PagedEngine:
         check_generation(self.name, requests, policy, self.loaded.config)
         num_pages = self._pages_for_generation(requests, policy)
         tokens = {request.id: list(request.tokens) for request in requests}
-        execution = self._execution(tokens, num_pages, 0, observer)
+        execution = self._execution(tokens, num_pages, 0, observer, {})
         with observed(self.instrument, observer):
             samples = generate(execution, requests, tokens, policy, between)
         return Run(
@@ -217,6 +217,7 @@ class PagedEngine:
         num_pages: int,
         padding: int,
         observer: Observer | None,
+        requests: Mapping[str, Request],
     ) -> Execution:
         pages = Pages(num_pages + padding, reserved=padding)
         if not self._caches or self._caches[0].num_pages < pages.num_pages:
@@ -227,7 +228,9 @@ class PagedEngine:
                 dtype=self.loaded.dtype,
                 device=self.loaded.device,
             )
-        return Execution(self.instrument, self.weights, pages, self._caches, tokens, observer)
+        return Execution(
+            self.instrument, self.weights, pages, self._caches, tokens, observer, requests
+        )
 
 
 def _padding_pages(schedule: Schedule) -> int:

