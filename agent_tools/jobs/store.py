@@ -152,13 +152,14 @@ class Store:
             id=name, tool=tool, arguments=asked, key=key, slot=slot,
             limit_seconds=limit_seconds, created=_now(),
         )  # fmt: skip
-        known = self._create(call)
-        if (known.tool, known.arguments) != (call.tool, call.arguments):
-            raise UsageError(
-                f"the key {key!r} belongs to job {name} with other arguments; use another key"
-            )
-        if self.read(name).state not in FINAL:
-            self._launch(self.root / name)
+        with self._create(call) or (self.root / name / LOCK).open("r+b") as lock:
+            known = _load(Call, self.root / name / CALL)
+            if (known.tool, known.arguments) != (call.tool, call.arguments):
+                raise UsageError(
+                    f"the key {key!r} belongs to job {name} with other arguments; use another key"
+                )
+            if self.read(name).state not in FINAL:
+                self._launch(self.root / name, lock)
         return self.read(name)
 
     def read(self, job: str) -> Job:
@@ -226,41 +227,43 @@ class Store:
             read = file.read(limit)
         return read.decode(errors="replace"), start + len(read)
 
-    def _create(self, call: Call) -> Call:
-        """Make the folder appear whole, or find the one that is there already."""
+    def _create(self, call: Call) -> BinaryIO | None:
+        """Make the folder appear whole, its lock taken; None where it is there already."""
         final = self.root / call.id
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             part = Path(tempfile.mkdtemp(prefix=".new-", dir=self.root))
             try:
                 replace_whole(part / CALL, call.model_dump_json(indent=2) + "\n")
-                (part / LOCK).touch()
                 (part / LOG).touch()
-                part.rename(final)
+                with contextlib.ExitStack() as undo:
+                    lock = undo.enter_context((part / LOCK).open("w+b"))
+                    _take(lock)  # before anybody sees the job: one that nobody holds looks dead
+                    part.rename(final)
+                    undo.pop_all()
             except OSError:
                 shutil.rmtree(part, ignore_errors=True)
                 if not (final / CALL).is_file():
                     raise
+                return None
         except OSError as error:
             raise DiskError(
                 f"cannot create a job in {self.root}: {error.strerror}; free some room or serve "
                 "another workspace"
             ) from error
-        return _load(Call, final / CALL)
+        return lock
 
-    def _launch(self, folder: Path) -> None:
+    def _launch(self, folder: Path, lock: BinaryIO) -> None:
         """Give a job to a new supervisor, unless one has it."""
-        with (folder / LOCK).open("r+b") as lock, (folder / LOG).open("ab") as log:
-            if not _take(lock):
-                return
-            (folder / CANCEL).unlink(missing_ok=True)
-            noted = _load(Progress, folder / STATE) if (folder / STATE).exists() else None
-            attempt = 1 if noted is None else noted.attempt + 1
-            if noted is not None and noted.state in FINAL:
-                return
-            replace_whole(
-                folder / STATE, Progress(state="queued", attempt=attempt).model_dump_json()
-            )
+        if not _take(lock):
+            return
+        (folder / CANCEL).unlink(missing_ok=True)
+        noted = _load(Progress, folder / STATE) if (folder / STATE).exists() else None
+        attempt = 1 if noted is None else noted.attempt + 1
+        if noted is not None and noted.state in FINAL:
+            return
+        replace_whole(folder / STATE, Progress(state="queued", attempt=attempt).model_dump_json())
+        with (folder / LOG).open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", f"{__package__}.supervise", str(folder), str(lock.fileno())],
                 cwd=self.workspace, stdin=subprocess.DEVNULL, stdout=log, stderr=log,

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import BinaryIO
 
 import pytest
 
@@ -241,6 +242,20 @@ def test_a_state_is_read_whole_at_any_moment(store: Store):
     order = ["queued", "running", "done"]
     seen = [order.index(each.state) for each in states]
     assert seen == sorted(seen)
+
+
+def test_a_job_that_is_being_started_does_not_look_dead(store: Store):
+    """Between its folder's appearance and its supervisor's start, whoever creates it holds it."""
+    seen: list[str] = []
+
+    class Watched(Store):
+        def _launch(self, folder: Path, *rest: BinaryIO) -> None:
+            seen.append(store.read(folder.name).state)
+            super()._launch(folder, *rest)
+
+    job = Watched(store.workspace).start("job_list", {}, slot=False)
+    assert seen == ["queued"]
+    assert store.wait(job.id, seconds=PATIENCE).state == "done"
 
 
 def test_a_log_is_read_in_pages(store: Store):
