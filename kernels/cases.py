@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from . import adversarial, cases_attention, cases_gpu, cases_gradient
 from . import cases_moe as cases_moe  # registers its own
+from . import cases_recurrent as cases_recurrent  # registers its own
 from .certify import register_cases, register_stock
 from .contract import Contract
 from .reference.logprob import logprob as reference_logprob

@@ -1,0 +1,70 @@
+"""Recurrences on the CPU: contracts and implementations, forward, gradient and stepwise."""
+
+from typing import Any
+
+import torch
+
+from ..contract import Contract
+from ..cpu.register import register_core
+from ..reference import recurrence as reference
+from ..reference.recurrence_grad import recurrence_grad
+
+_FORMULAS = {
+    "ssd": "o_i = exp(D_i,-1) q_i S + sum_(j<=i) exp(D_ij) (q_i . k_j) v_j",
+    "gated_delta": "u_i = beta_i (v_i - exp(D_i,-1) k_i S - sum_(j<i) exp(D_ij) (k_i . k_j) u_j); "
+    "o_i as ssd with u for v",
+    "kda": "gated_delta with a decay per key channel inside the dot products",
+}
+_FIELDS: dict[str, Any] = {
+    "storages": ("float32",),
+    "rounding": "fp32 throughout",
+    "functions": "fma, exp.cpu.v1, exactly 0 below its range",
+    "gradient_rtol": 1e-5,
+}
+
+
+def _plain(function: Any) -> Any:
+    def run(variant: str, *arguments: Any) -> Any:
+        return function(*arguments)
+
+    return run
+
+
+def _register(kind: str) -> tuple[Contract, Contract, Contract]:
+    forward = register_core(
+        _plain(reference.recurrence),
+        name=f"recurrence.{kind}",
+        op="recurrence",
+        formula=f"{_FORMULAS[kind]}; a full chunk: S' = exp(D_last,-1) S + sum_j exp(D_last,j) "
+        "k_j u_j",
+        order="log decays added from row i backwards; dots in 16 lanes, then lanes16.tree.v1; "
+        "one FMA chain per element: d ascending, then j ascending; folds j ascending",
+        reference="zeromismatch.kernels.reference.recurrence:recurrence",
+        **_FIELDS,
+    )
+    gradient = register_core(
+        _plain(recurrence_grad),
+        name=f"recurrence_grad.{kind}",
+        op="recurrence_grad",
+        formula=f"the gradient of recurrence.{kind} over whole requests, from boundary states",
+        order="chunks descending; rows, columns and heads as the reference writes them",
+        reference="zeromismatch.kernels.reference.recurrence_grad:recurrence_grad",
+        **_FIELDS,
+    )
+    stepwise = register_core(
+        _plain(reference.stepwise),
+        name=f"recurrence_stepwise.{kind}",
+        op="recurrence_stepwise",
+        formula="S = exp(g) S; u = beta (v - k S), ssd: v; S = S + k u; o = q S, token by token",
+        order="sums over d ascending, one FMA chain each",
+        reference="zeromismatch.kernels.reference.recurrence:stepwise",
+        **_FIELDS,
+    )
+    return forward[torch.float32], gradient[torch.float32], stepwise[torch.float32]
+
+
+CONTRACTS: dict[str, Contract] = {}
+GRADIENTS: dict[str, Contract] = {}
+STEPWISE: dict[str, Contract] = {}
+for _kind in _FORMULAS:
+    CONTRACTS[_kind], GRADIENTS[_kind], STEPWISE[_kind] = _register(_kind)
