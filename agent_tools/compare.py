@@ -84,14 +84,22 @@ class Comparison:
     """Everything two traces say about each other; computed once, read many times.
 
     classes: only sites of these operator classes; None for all.
+    repeated: the right is the left's schedule once more, so that each row has its own counterpart,
+    also where a schedule computes a row twice (a hit on itself) and stock kernels contradict
+    themselves.
     """
 
     def __init__(
-        self, left: Trace, right: Trace, *, classes: frozenset[str] | None = None
-    ) -> None:
+        self, left: Trace, right: Trace, *, classes: frozenset[str] | None = None,
+        repeated: bool = False,
+    ) -> None:  # fmt: skip
         self.left, self.right = left, right
         self._classes = classes
         self.left_keys, self.right_keys = _row_keys(left, left), _row_keys(right, left)
+        self._paired_by = self.left_keys, self.right_keys
+        if repeated:
+            assert np.array_equal(self.left_keys, self.right_keys)
+            self._paired_by = (np.arange(len(self.left_keys)),) * 2
         self._pairings: dict[tuple[int, int], _Pairing] = {}
         self.sites: tuple[SiteComparison, ...] = tuple(self._compare_sites())
 
@@ -128,7 +136,8 @@ class Comparison:
         left, right = self.left.columns[key], self.right.columns[key]
         identity = (id(left.rows), id(right.rows))
         if identity not in self._pairings:
-            pairing = _Pairing(self.left_keys[left.rows], self.right_keys[right.rows])
+            ours, theirs = self._paired_by
+            pairing = _Pairing(ours[left.rows], theirs[right.rows])
             self._pairings[identity] = pairing
         return self._pairings[identity].join(left.digests, right.digests)
 

@@ -195,7 +195,7 @@ class _Localization:
         self.options.progress("right, keeping reference tensors")
         reference = Reference(limits)
         trace = self.right.traced(reference, reference.tracer)
-        moved = Comparison(trace, before).count()[1]
+        moved = Comparison(trace, before, repeated=True).count()[1]
         if moved:
             self.notes.append(
                 f"the right side does not repeat itself: {moved} rows differ between two runs; a "

@@ -269,7 +269,7 @@ def _record(
         fault=fault, versions=dict(versions()), device="cpu",
         environment={name: os.environ[name] for name in SWITCHES if name in os.environ}
         | {"cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
-           "threads": str(torch.get_num_threads())},
+           "threads": str(case.flags.threads), "onednn": str(case.flags.onednn).lower()},
         revision=_revision(), command=command, seconds=time.monotonic() - began,
     )  # fmt: skip
 
@@ -319,6 +319,7 @@ def _source(case: Case, record: Repro) -> str:
         definitions=list(dict.fromkeys(each.definitions.strip("\n") for each in defining)),
         row_inputs=repr(rows), fault=repr(record.fault) if record.fault else "",
         left_contract=repr(case.left.contract),
+        threads=case.flags.threads, onednn=case.flags.onednn,
         left_line=programs[0].line, right_line=programs[1].line,
         left_about=record.left.contract or "stock torch",
         right_about=record.right.contract or "stock torch",

@@ -38,16 +38,17 @@ def self_test(runner: Runner, fault: Fault = lambda observer: observer) -> SelfT
         return runner.traced(extra(fault(tracer)), tracer, only=names)
 
     plain = run()
-    moved = Comparison(run(), plain).count()[1]
+    again = Comparison(run(), plain, repeated=True)
+    moved = again.count()[1]
     if moved:
+        first = again.first()
+        where = "" if first is None else f", first at {first.site}"
         repeats = f"the left side does not repeat itself: {moved} rows differ between two runs"
-        return SelfTest(passed=False, activation=repeats, weight="not tried")
+        return SelfTest(passed=False, activation=repeats + where, weight="not tried")
     site = runner.sites[len(runner.sites) // 2].name
     activation_found, activation = _activation(plain, site, _own_row(plain, shortest), run)
     weight_found, weight = _weight(plain, runner)
-    return SelfTest(
-        passed=activation_found and weight_found, activation=activation, weight=weight
-    )
+    return SelfTest(passed=activation_found and weight_found, activation=activation, weight=weight)
 
 
 def _own_row(plain: Trace, request: Request) -> tuple[str, int]:
@@ -70,7 +71,7 @@ def _activation(
     def flip(observer: Observer) -> Observer:
         return FlipBit(observer, site=site, request=request, position=position, element=1)
 
-    comparison = Comparison(run(flip), plain)
+    comparison = Comparison(run(flip), plain, repeated=True)
     convicted = [found for found in comparison.sites if found.affected]
     where = f"one bit of {site}, request {request}, position {position}"
     first = comparison.first()

@@ -17,7 +17,22 @@ that are no switch here are held.
     pytest tests/agent_tools/faults
 """
 
-from .catalogue import FAULTS, Fault, fault_named, plant, planted_kernel
-from .check import Caught, check
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .catalogue import FAULTS, Fault, fault_named, plant
+    from .checking import Caught, check
+    from .kernels import planted_kernel
 
 __all__ = ["FAULTS", "Caught", "Fault", "check", "fault_named", "plant", "planted_kernel"]
+
+_HOMES = {"Caught": "checking", "check": "checking", "planted_kernel": "kernels"}
+
+
+def __getattr__(name: str) -> Any:
+    """Load on first use: a generated repro wants ``planted_kernel`` and no engine."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = importlib.import_module(f"{__name__}.{_HOMES.get(name, 'catalogue')}")
+    return getattr(home, name)

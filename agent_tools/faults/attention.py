@@ -8,16 +8,18 @@ Legend: T query rows, H query heads, HK key heads, D head size, S keys, B reques
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ...kernels.attention import PAGE, AttentionBatch
 from ...kernels.reference.exp import exp32
-from ...trainer.engines.base import Step
-from ...trainer.engines.packed import PackedBatch
 from .mechanism import Kernel
+
+if TYPE_CHECKING:
+    from ...trainer.engines.base import Step
+    from ...trainer.engines.packed import PackedBatch
 
 TILE = 32
 """Keys per tile of the faulty path; the right one takes a page."""
@@ -118,12 +120,12 @@ class CapturedTable:
         return right(q, k, v, query_start, kv_len, seen, *others)
 
 
-def one_sequence(batch: PackedBatch) -> PackedBatch:
+def one_sequence(batch: "PackedBatch") -> "PackedBatch":
     """P05: boundaries from an all-ones mask overwrite those that the caller gave."""
-    return PackedBatch(batch.query_start[[0, -1]].contiguous())
+    return type(batch)(batch.query_start[[0, -1]].contiguous())
 
 
-def padding_over_page(step: Step, batch: AttentionBatch) -> AttentionBatch:
+def padding_over_page(step: "Step", batch: AttentionBatch) -> AttentionBatch:
     """K07: the last padding row is written where the first request keeps its first key."""
     piece = step.slices[0]
     if not step.padded_rows or piece.start == 0:

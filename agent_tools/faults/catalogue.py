@@ -10,7 +10,7 @@ must refuse), ``certified`` (the sweep that admits kernels).
 """
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -26,6 +26,7 @@ from ..records import CauseName
 from . import attention, engines, operators
 from .engines import Planting
 from .gradients import AtomicSum, weight_twice
+from .kernels import KERNELS
 from .mechanism import Wrap, faulty_kernel
 
 By = Literal["operator", "anchor", "published", "sampled", "refused", "certified"]
@@ -64,8 +65,6 @@ class Fault:
     """Sides that show it."""
     fact: str | None = None
     """What the pattern of affected rows must say."""
-    make_kernel: Callable[[], Wrap] | None = None
-    """Makes the faulty kernel, where a kernel is at fault."""
 
     @property
     def expected(self) -> str:
@@ -83,14 +82,13 @@ def _at(op_class: str, wrap: Callable[[], Wrap], path: str | None = None) -> Pla
 
 
 def _operator(
-    name: str, line: str, source: str, op_class: str, cause: CauseName, wrap: Any, *,
+    name: str, line: str, source: str, op_class: str, cause: CauseName, *,
     site: str | None = None, sides: tuple[str, str] = CHUNKS, fact: str | None = None,
 ) -> Fault:  # fmt: skip
-    """A fault of a kernel. wrap: a function, or a class of which each planting gets its own."""
-    make = wrap if isinstance(wrap, type) else lambda: wrap
+    """A fault of a kernel, which ``kernels.py`` has."""
     return Fault(
         id=name, line=line, source=source, by="operator", op_class=op_class, cause=cause,
-        site=site, sides=sides, fact=fact, planting=_at(op_class, make, site), make_kernel=make,
+        site=site, sides=sides, fact=fact, planting=_at(op_class, KERNELS[name], site),
     )  # fmt: skip
 
 
@@ -144,47 +142,47 @@ def contract_of(op: str, model: LoadedModel) -> str:
 
 _BY_KERNEL = (
     _operator("B01", "RMSNorm sums in an order that follows the row count", "vllm #48271",
-              "rmsnorm", "reduction order", operators.lanes_by_row_count, site=NORM),
+              "rmsnorm", "reduction order", site=NORM),
     _operator("B02", "a product's tile follows the launch", "vllm #55131",
-              "linear", "reduction order", operators.split_for_few_rows, site=DOWN),
+              "linear", "reduction order", site=DOWN),
     _operator("B03", "fp32 inputs read as TF32 in large launches", "batch_invariant_ops #23",
-              "linear", "intermediate dtype", operators.tf32_for_many_rows, site=DOWN,
+              "linear", "intermediate dtype", site=DOWN,
               sides=("paged:alone", "packed:packed")),
     _operator("B04", "one quantisation scale for the whole batch", "vllm #57016",
-              "linear", "batch leak", operators.one_scale_for_the_batch, site=DOWN),
+              "linear", "batch leak", site=DOWN),
     _operator("B05", "the stock product depends on the number of rows", "pytorch #136338",
-              "linear", "reduction order", operators.stock_product, site=OUT),
+              "linear", "reduction order", site=OUT),
     _certified("B06", "each thread sums its part of a row", "pytorch #88718",
                "rmsnorm", operators.sum_by_threads),
     _operator("B08", "the number of KV splits follows the whole batch", "flash-attention #1897",
-              "attention", "reduction order", attention.splits_from_the_batch, sides=DECODE),
+              "attention", "reduction order", sides=DECODE),
     _operator("B10", "timing chooses the tile", "triton #9368",
-              "linear", "nondeterminism", operators.Autotuned, site=DOWN),
+              "linear", "nondeterminism", site=DOWN),
     _operator("P01", "decode takes a larger KV tile than prefill", "sglang #25790",
-              "attention", "reduction order", attention.larger_tile_in_decode, sides=ROWS,
+              "attention", "reduction order", sides=ROWS,
               fact="(a tile border)"),
     Fault(id="P05", line="packed boundaries overwritten by a mask's", by="operator",
           source="flash-linear-attention #838", op_class="attention",
           cause="stale or wrong state", sides=("packed:packed", "paged:alone"),
           planting=_boundaries),
     _operator("C02", "a cache hit takes another attention path", "sglang #34683",
-              "attention", "reduction order", attention.other_path_after_a_hit, sides=HITS),
+              "attention", "reduction order", sides=HITS),
     _operator("W01", "a graph reads the page table of its capture", "vllm-ascend PR #7473",
-              "attention", "stale or wrong state", attention.CapturedTable, sides=ROWS),
+              "attention", "stale or wrong state", sides=ROWS),
     Fault(id="Q01", line="decoded keys are kept in eight bits", source="sglang PR #31086",
           by="operator", op_class="kv_write", cause="intermediate dtype", sides=DECODE,
           planting=_eight_bits),
     _operator("R01", "the order of a sum over shards follows the message size", "sglang PR #34159",
-              "linear", "reduction order", operators.shards_by_message_size, site=OUT),
+              "linear", "reduction order", site=OUT),
     _operator("L04", "bf16 logits on one side only", "OpenRLHF PR #634",
-              "lm_head", "intermediate dtype", operators.bf16_logits),
+              "lm_head", "intermediate dtype"),
     Fault(id="K07", line="a padding row is written over a key", source="transformers #29029",
           by="operator", op_class="attention", cause="padding read", sides=PADDED,
           planting=_padding),
     Fault(id="M04", line="the rotary table was cast to bf16", source="transformers #25681",
           by="operator", op_class="rotary_table", cause="intermediate dtype", planting=_table),
     _operator("M06", "query heads read the wrong key head", "FreeToken PR #177",
-              "attention", "stale or wrong state", attention.heads_in_turn, sides=DECODE),
+              "attention", "stale or wrong state", sides=DECODE),
     _certified("T01", "equal scores: whichever expert comes first", "torchtitan #3336",
                "topk", operators.any_tied_expert),
     _certified("T02", "grouped top-k prefers the later of two equals", "vllm PR #55514",
@@ -251,17 +249,3 @@ def fault_named(name: str) -> Fault:
 def plant(name: str, model: LoadedModel) -> contextlib.AbstractContextManager[None]:
     """Plant a fault on the rollout engine of ``model`` until the block ends."""
     return fault_named(name).planting(model)
-
-
-@contextlib.contextmanager
-def planted_kernel(name: str, contract: str) -> Generator[None]:
-    """The faulty kernel of a fault serves ``contract``, without a model or an engine.
-
-    What a generated repro of a planted fault does on its left side.
-    """
-    fault = fault_named(name)
-    if fault.make_kernel is None:
-        raise UsageError(f"fault {name} is in no kernel; plant it on an engine instead")
-    right, faulty = dispatch.choose(contract).run, fault.make_kernel()
-    with dispatch.substituted(contract, lambda *given: faulty(right, *given)):
-        yield

@@ -10,13 +10,13 @@ it is process-wide until the block ends.
 import contextlib
 import functools
 from collections.abc import Callable, Generator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...kernels import dispatch
 from ...kernels.errors import CapabilityError
-from ...model_recipes.bindings import aligned_contract
-from ...model_recipes.models import LoadedModel
-from ...trainer.engines.paged import PagedEngine
+
+if TYPE_CHECKING:
+    from ...model_recipes.models import LoadedModel
 
 Kernel = Callable[..., Any]
 Wrap = Callable[..., Any]
@@ -47,6 +47,8 @@ def replaced(owner: Any, name: str, value: Any) -> Generator[None]:
 @contextlib.contextmanager
 def in_rollout() -> Generator[Running]:
     """Know when the rollout engine is running."""
+    from ...trainer.engines.paged import PagedEngine
+
     running = Running()
 
     def noting(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -69,12 +71,14 @@ def in_rollout() -> Generator[Running]:
 
 @contextlib.contextmanager
 def faulty_kernel(
-    model: LoadedModel, op_class: str, wrap: Wrap, *, path: str | None = None
+    model: "LoadedModel", op_class: str, wrap: Wrap, *, path: str | None = None
 ) -> Generator[None]:
     """The rollout engine's kernel of a class computes ``wrap(kernel, *arguments)``.
 
     path: only the operator with this module's weight (the kernel's second argument).
     """
+    from ...model_recipes.bindings import aligned_contract
+
     contract = aligned_contract(op_class, model.dtype, model.device)
     if contract is None:
         raise CapabilityError(f"no contract serves {op_class} here; use a float32 model on a CPU")

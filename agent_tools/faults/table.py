@@ -4,18 +4,22 @@
 
 Every entry of the field reports that the project keeps is a row: planted here as a switch, or held
 elsewhere with the reason and the test. The exit code is 1 when a fault is not named as the
-catalogue says, or something is named without it.
+catalogue says, something is named without it, or its repro does not show it in time.
 """
 
+import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from ...model_recipes.models import LoadedModel, load_model
+from .alone import Alone, Kind, run_alone, write_repro_of
 from .catalogue import FAULTS, Fault
-from .check import Caught, check
+from .checking import Caught, check
 
 TEST = "tests/agent_tools/faults/test_faults.py"
-COLUMNS = ("id", "fault", "report", "must be named", "operator", "with it", "without it", "test")
+COLUMNS = ("id", "fault", "report", "must be named", "operator", "with it", "without it",
+           "its repro alone", "test")  # fmt: skip
 
 HEADER = f"""# Planted faults
 
@@ -23,6 +27,10 @@ Written by `python -m zeromismatch.agent_tools.faults` on a tiny Llama: what peo
 met, replayed in our own rollout engine as a switch (`agent_tools/faults/`). *With it* is what the
 tool named while the fault was planted, *without it* what the same check named after the switch was
 off. `{TEST}` repeats every row and checks this file.
+*Its repro alone* is the file that `zm repro` writes for it, run as a process of its own with one
+thread, imports included: what it runs (one call of an operator, or both engines on few tokens),
+seconds on the clock, seconds of processor time, and the bytes of its folder. It ended with exit
+code 1, a mismatch, in every row.
 """
 
 
@@ -106,11 +114,17 @@ def fixed_cells(fault: Fault) -> tuple[str, ...]:
     return (fault.id, fault.line, fault.source, fault.expected, where)
 
 
-def row(fault: Fault, planted: Caught, clean: Caught) -> tuple[str, ...]:
+def row(fault: Fault, planted: Caught, clean: Caught, repro: str) -> tuple[str, ...]:
     """One line of the table."""
     red = f"red: {', '.join(planted.named)}" if planted.right else f"NOT named: {planted.named}"
     green = "green" if not clean.named else f"NOT green: {', '.join(clean.named)}"
-    return (*fixed_cells(fault), red, green, f"`{TEST}[{fault.id}]`")
+    return (*fixed_cells(fault), red, green, repro, f"`{TEST}[{fault.id}]`")
+
+
+def repro_cell(kind: Kind, alone: Alone) -> str:
+    """What a repro runs and what that took."""
+    cost = f"{kind}, {alone.seconds:.1f} s, {alone.cpu_seconds:.1f} s, {alone.bytes:,} B"
+    return cost if alone.within else f"NOT shown in time: {cost}, exit code {alone.exit_code}"
 
 
 def line(cells: tuple[str, ...]) -> str:
@@ -133,6 +147,8 @@ def table(model: LoadedModel | None = None) -> tuple[str, bool]:
     lines, right = [HEADER, line(COLUMNS), line(("---",) * len(COLUMNS))], True
     for fault in FAULTS.values():
         planted, clean = check(fault.id, model), check(fault.id, model, planted=False)
-        right = right and planted.right and not clean.named
-        lines.append(line(row(fault, planted, clean)))
+        with tempfile.TemporaryDirectory() as name:
+            kind, alone = write_repro_of(fault.id, model, Path(name)), run_alone(Path(name))
+        right = right and planted.right and not clean.named and alone.within
+        lines.append(line(row(fault, planted, clean, repro_cell(kind, alone))))
     return "\n".join([*lines, *held_lines()]) + "\n", right

@@ -16,7 +16,7 @@ import hashlib
 import json
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
 
@@ -42,7 +42,11 @@ STEP_TOKENS = 96
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How much each gate does. reply: sampled tokens per request. long: tokens of the long one."""
+    """How much each gate does. reply: sampled tokens per request. long: tokens of the long one.
+
+    phase_requests: how many requests C4 takes through every phase; fuzz_requests: through random
+    schedules.
+    """
 
     requests: int
     reply: int
@@ -53,6 +57,7 @@ class Size:
     long: int
     rounds: int
     training_steps: int
+    phase_requests: int = 8
 
 
 QUICK = Size(
@@ -60,8 +65,8 @@ QUICK = Size(
     rounds=3, training_steps=2,
 )  # fmt: skip
 FULL = Size(
-    requests=16, reply=32, fuzzed=40, fuzz_requests=4, backward=100, gradient_requests=4, long=1024,
-    rounds=5, training_steps=5,
+    requests=16, reply=24, fuzzed=20, fuzz_requests=4, backward=100, gradient_requests=3, long=1024,
+    rounds=5, training_steps=4,
 )  # fmt: skip
 
 
@@ -216,16 +221,16 @@ def with_stock(plan: Plan, *op_classes: str) -> Plan:
     )
 
 
-def compare_scored(left: Run, right: Run, *, hits: bool = False) -> TokenCount:
+def compare_scored(left: Run, right: Run, *, part: bool = False) -> TokenCount:
     """Compare every scored token of two runs, prompt tokens included.
 
-    hits: the left run took prefixes from others, so it scored fewer tokens.
+    part: the left run scored fewer tokens (it took prefixes from others, or ran shorter requests).
     """
     ours, theirs = (
         {(s.request, s.position): (s.token, s.logprob_bits) for s in run.samples}
         for run in (left, right)
     )
-    odd_ones = ours.keys() - theirs.keys() if hits else ours.keys() ^ theirs.keys()
+    odd_ones = ours.keys() - theirs.keys() if part else ours.keys() ^ theirs.keys()
     if odd_ones:
         odd = min(odd_ones)
         raise InconclusiveError(
@@ -235,6 +240,12 @@ def compare_scored(left: Run, right: Run, *, hits: bool = False) -> TokenCount:
     return TokenCount(
         compared=len(ours), differing=len(differing), first=differing[0] if differing else None
     )
+
+
+def only(run: Run, requests: Sequence[Request]) -> Run:
+    """The run's samples of some requests."""
+    names = {request.id for request in requests}
+    return replace(run, samples=tuple(each for each in run.samples if each.request in names))
 
 
 def requests_digest(requests: Sequence[Request]) -> str:

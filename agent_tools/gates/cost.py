@@ -26,7 +26,7 @@ from .gradient import loss_weights
 from .learner import Learner
 
 FLOOR, GOAL = 0.70, 0.95
-LEAST_ROUNDS, MAX_ROUNDS, LEAST_SECONDS = 3, 25, 2.0
+LEAST_ROUNDS, MAX_ROUNDS, LEAST_SECONDS, ENOUGH_SECONDS = 3, 25, 2.0, 30.0
 RATE = 1e-4
 TIMED_REQUESTS = 8
 
@@ -67,7 +67,8 @@ def _interleaved(
 ) -> list[tuple[float, float]]:
     """Rates (ours, stock) in tokens per second, one pair a round; one round to warm up.
 
-    Short works are repeated for a second or two, since a busy machine disturbs each of them.
+    Short works are repeated for a second or two, since a busy machine disturbs each of them; long
+    ones less often.
     """
     pairs: list[tuple[float, float]] = []
     began = time.perf_counter()
@@ -77,7 +78,10 @@ def _interleaved(
             start = time.perf_counter()
             rates[index] = work(sides[index]) / (time.perf_counter() - start)
         pairs += [(rates[0], rates[1])] if turn else []
-        if len(pairs) >= rounds and time.perf_counter() - began > LEAST_SECONDS:
+        spent = time.perf_counter() - began
+        if spent > (LEAST_SECONDS if len(pairs) >= rounds else ENOUGH_SECONDS) and (
+            len(pairs) >= LEAST_ROUNDS
+        ):
             break
     return pairs
 

@@ -37,7 +37,7 @@ from .load import Load
 ALLOWANCE = 2.0
 STOCK_RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Allowed per operator where the plan is stock and no contract states a tolerance."""
-REPEATED_TOKENS = 40
+REPEATED_TOKENS = 24
 CUTS = (1, 7, 64)
 
 Grads = dict[str, Tensor]

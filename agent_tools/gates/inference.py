@@ -18,12 +18,18 @@ from ..align import shorten
 from ..flips import FlipBit
 from ..rollouts import TokenCount, batching_facts, compare_tokens
 from .base import Findings, Gate
-from .bench import Bench, Engines, Quiet, compare_scored, with_stock
+from .bench import Bench, Engines, Quiet, compare_scored, cut, only, with_stock
 from .load import Load
 
 BATCHES = (2, 3, 5, 8, 16)
-CHUNKS = (1, 7, PAGE, PAGE + 1, 2 * PAGE + 1)
+CHUNKS = (7, PAGE, PAGE + 1, 2 * PAGE + 1)
 TILES = 3
+DECODED = 8
+"""Tokens of each request that C3 decodes at every batch size; those before come whole."""
+SINGLE = 3
+"""Requests whose prompts, too, run one token at a time."""
+FUZZED_TOKENS = 3 * PAGE + PAGE // 2
+"""Leading tokens of a request that random schedules cut up."""
 
 
 def check_repeat(bench: Bench, found: Findings) -> None:
@@ -151,11 +157,14 @@ def _groups(requests: Sequence[Request], size: int, padded: int = 0) -> Schedule
 
 
 def _lockstep(requests: Sequence[Request], size: int) -> Schedule:
-    """Groups of ``size``: each prompt alone, then one token of every member a step."""
+    """Groups of ``size``: each prompt alone, then one token of every member a step.
+
+    The last ``DECODED`` tokens, where the reply has as many.
+    """
     events: list[Event] = []
     for first in range(0, len(requests), size):
         group = requests[first : first + size]
-        starts = {r.id: prompt_length(r) for r in group}
+        starts = {r.id: max(prompt_length(r), len(r.tokens) - DECODED) for r in group}
         events += [Step(slices=(Slice(request=r.id, start=0, stop=starts[r.id]),)) for r in group]
         while left := [r for r in group if starts[r.id] < len(r.tokens)]:
             slices = (Slice(request=r.id, start=starts[r.id], stop=starts[r.id] + 1) for r in left)
@@ -166,16 +175,22 @@ def _lockstep(requests: Sequence[Request], size: int) -> Schedule:
 
 def check_phase(bench: Bench, found: Findings) -> None:
     """C4: every way to reach a token's state, and the tokens as sampled."""
-    engines, requests, alone = bench.on(), bench.requests, bench.alone
+    engines, requests = bench.on(), bench.requests[: bench.size.phase_requests]
+    alone = only(bench.alone, requests)
     _as_sampled(bench, found)
     hits = evictions = 0
-    for name, schedule in _phases(bench, engines):
+    for name, schedule in _phases(engines, requests):
         bench.progress(f"C4: {name}")
         run = engines.run(schedule, requests)
         facts = batching_facts(run.executed, requests)
         hits += facts.hits
         evictions += sum(isinstance(event, Evict) for event in run.executed.events)
-        found.tokens(f"{name} = whole", compare_scored(run, alone, hits=facts.hits > 0))
+        found.tokens(f"{name} = whole", compare_scored(run, alone, part=facts.hits > 0))
+    if not bench.quick:
+        bench.progress("C4: one token at a time")
+        few = requests[:SINGLE]
+        found.tokens("one token at a time = whole",
+                     compare_scored(engines.run("chunk:1", few), only(alone, few)))  # fmt: skip
     found.require("prefix hits", hits)
     found.require("evictions", evictions)
     _fuzz(bench, found)
@@ -216,10 +231,9 @@ def _as_sampled(bench: Bench, found: Findings) -> None:
     found.tokens("sampled = its schedule replayed", compare_tokens(sampled, again))
 
 
-def _phases(bench: Bench, engines: Engines) -> Iterator[tuple[str, Schedule]]:
-    requests = bench.requests
+def _phases(engines: Engines, requests: Sequence[Request]) -> Iterator[tuple[str, Schedule]]:
     yield "decode", engines.paged.schedule("decode", requests)
-    for size in CHUNKS[1:] if bench.quick else CHUNKS:
+    for size in CHUNKS:
         yield f"chunks of {size}", engines.paged.schedule(f"chunk:{size}", requests)
     for name in ("prefix-hit", "preempt"):
         yield name, engines.paged.schedule(name, requests)
@@ -240,13 +254,14 @@ def _evicted(requests: Sequence[Request]) -> Iterator[Event]:
 
 
 def _fuzz(bench: Bench, found: Findings) -> None:
-    engines, few = bench.on(), bench.requests[: bench.size.fuzz_requests]
+    engines, chosen = bench.on(), bench.requests[: bench.size.fuzz_requests]
+    few = [cut(request, min(FUZZED_TOKENS, len(request.tokens))) for request in chosen]
     compared = differing = hits = 0
     first = ""
     for seed in range(bench.seed, bench.seed + bench.size.fuzzed):
         bench.progress(f"C4: fuzzed schedule {seed}")
         run = engines.run(f"fuzz:{seed}", few)
-        count = compare_scored(run, bench.alone, hits=True)
+        count = compare_scored(run, bench.alone, part=True)
         compared, differing = compared + count.compared, differing + count.differing
         hits += batching_facts(run.executed, few).hits
         if count.first is not None:

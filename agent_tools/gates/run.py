@@ -297,6 +297,8 @@ def compare(report: GateReport, again: GateReport, moved: Sequence[str]) -> Regr
     if lost:
         first = next(gate for gate in again.gates if gate.id == lost[0])
         reason = f"{', '.join(lost)} no longer passed; {first.id}: {first.reason}."
+    elif "pass" not in before.values() and won:
+        reason = f"no gate was green before, {', '.join(won)} now."
     elif "pass" not in before.values():
         status, reason = "inconclusive", "no gate of the report was green; run `zm gate` again."
     return Regression(

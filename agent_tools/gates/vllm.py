@@ -165,7 +165,7 @@ def check_phase(bench: VllmBench, found: Findings) -> None:
         run = bench.score(policy, requests)
         here = sum(isinstance(event, Hit) for event in run.executed.events)
         hits += here
-        found.tokens(f"{policy} = whole", compare_scored(run, alone, hits=policy == "prefix-hit"))
+        found.tokens(f"{policy} = whole", compare_scored(run, alone, part=policy == "prefix-hit"))
     found.require("prefix hits", hits)
     shortest = min(len(request.tokens) for request in requests)
     found.require(f"the shortest request crosses {inference.TILES} KV tiles", f"{shortest} tokens",

@@ -10,7 +10,7 @@ of the rows ``[start, stop)`` of a sequence.
 
 import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -41,6 +41,33 @@ class SideCall:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Flags:
+    """Switches of the process that change which stock kernel runs."""
+
+    threads: int
+    onednn: bool
+
+    @classmethod
+    def now(cls) -> "Flags":
+        """As they are."""
+        return cls(threads=torch.get_num_threads(), onednn=torch.backends.mkldnn.enabled)
+
+    @contextlib.contextmanager
+    def set(self) -> Generator[None]:
+        """Until the block ends."""
+        before = Flags.now()
+        self._apply()
+        try:
+            yield
+        finally:
+            before._apply()
+
+    def _apply(self) -> None:
+        torch.set_num_threads(self.threads)
+        torch.backends.mkldnn.enabled = self.onednn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """tensors: row inputs ``[1, ...]`` and parameters; for attention the whole sequence."""
 
@@ -51,6 +78,7 @@ class Case:
     right: SideCall
     position: int = 0
     """Attention: index of the row in the sequence."""
+    flags: Flags = field(default_factory=Flags.now)
     reduced: tuple[str, ...] = field(default=())
 
     @property
@@ -115,7 +143,7 @@ class Case:
             from ..faults import planted_kernel
 
             planted = planted_kernel(side.fault, side.contract)
-        with torch.no_grad(), planted:
+        with torch.no_grad(), self.flags.set(), planted:
             output = side.program.compiled()(self.inputs(side), settings)
         row = self.position - side.start if self.op_class == "attention" else side.row
         return output[row : row + 1].contiguous()

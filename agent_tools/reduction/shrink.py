@@ -2,10 +2,10 @@
 
     smaller, status = shrink(case, seconds=30)
 
-In this order: neighbours, number of rows, steps of the sequence, outputs and heads, inner size,
-last the values (small integers first: they make every sum exact, so a difference that survives is
-no order of summation). Outcomes are cached by the case's bits; when the budget is spent, what is
-there so far is handed back with status ``budget``.
+In this order: switches of the process, neighbours, number of rows, steps of the sequence, outputs
+and heads, inner size, last the values (small integers first: they make every sum exact, so a
+difference that survives is no order of summation). Outcomes are cached by the case's bits; when the
+budget is spent, what is there so far is handed back with status ``budget``.
 """
 
 import time
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...kernels import bits
-from .case import Case
+from .case import Case, Flags
 from .programs import SHRINKABLE
 
 Status = Literal["minimal", "budget", "none"]
@@ -37,6 +37,7 @@ class Shrinker:
     def run(self) -> Status:
         """Shrink as far as the budget goes."""
         start = self.case.nbytes
+        self._flags()
         self._calls()
         for axis in SHRINKABLE:
             self._axis(axis)
@@ -58,6 +59,17 @@ class Shrinker:
             reduced = (*self.case.reduced, note) if note else self.case.reduced
             self.case = replace(smaller, reduced=reduced)
         return self._known[key]
+
+    def _flags(self) -> None:
+        """One thread, and torch's own products: what still differs then needs neither."""
+        flags = self.case.flags
+        if flags.threads > 1:
+            self._flag(replace(flags, threads=1), f"threads: {flags.threads} -> 1")
+        if flags.onednn:
+            self._flag(replace(self.case.flags, onednn=False), "oneDNN: off")
+
+    def _flag(self, flags: Flags, note: str) -> None:
+        self.attempt(replace(self.case, flags=flags), note)
 
     def _calls(self) -> None:
         if self.case.op_class == "attention":
@@ -181,6 +193,7 @@ def _changed(case: Case, change: Callable[[Tensor], Tensor]) -> Case:
 
 def _key(case: Case) -> str:
     parts = [f"{name}{bits.digest_tensor(tensor)}" for name, tensor in case.tensors.items()]
+    parts.append(f"{case.flags.threads}/{case.flags.onednn}")
     for side in (case.left, case.right):
         parts.append(f"{side.rows}/{side.row}/{side.start}/{side.stop}")
         parts += [bits.digest_tensor(tensor) for tensor in (side.neighbours or {}).values()]

@@ -11,33 +11,40 @@ stored (``tiny:`` models are built from a seed); tokens stand in ``repro.json``,
 """
 
 import contextlib
+import copy
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 from pydantic import ValidationError
 
 from ...kernels.errors import (
     CapabilityError,
     InconclusiveError,
+    UncoveredSiteError,
     UsageError,
     ZeroMismatchError,
 )
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
+from ...model_recipes.plan import Plan
 from ...trainer.engines.base import Request, Sampling
 from ..doctor import versions
 from ..faults import FAULTS, check, plant
 from ..records import Divergence, Record
 from ..report import write_whole
-from ..sides import Runner, Side
+from ..sides import PLAN_SETTINGS, Runner, Side
 from ..trace import Tracer
 from ..verdict import compare_traces
 from .shrink import minimise
 
 EQUAL, MISMATCH, UNSUITABLE = 0, 1, 125
+UNCOVERED = "UNCOVERED"
+"""Begins what is named where an operator has no contract: that, too, a patch has to mend."""
+LAYER = re.compile(r"\blayers\.(\d+)\b")
 SOURCE = '''"""{claim}
 
 Runs both engines: exit 0 equal, 1 mismatch, 125 unsuitable environment (`--expect-equal`: any
@@ -83,6 +90,8 @@ class WholeRepro(Record):
     model: str
     dtype: Literal["float32", "bfloat16"]
     seed: int
+    depth: int | None = None
+    """Leading layers that are kept; None for all."""
     sides: tuple[str, str]
     plan: str
     requests: tuple[StoredRequest, ...]
@@ -106,15 +115,31 @@ def named_by(found: Divergence) -> str | None:
     return None if found.status == "EQUAL" else found.status
 
 
+def shallow(model: LoadedModel, depth: int | None) -> LoadedModel:
+    """A copy of the model with its leading layers only; None: the model itself."""
+    if depth is None:
+        return model
+    module = copy.deepcopy(model.module)
+    body, config = cast(Any, module).model, cast(Any, module).config
+    body.layers = body.layers[:depth]
+    config.num_hidden_layers = depth
+    if getattr(config, "layer_types", None):
+        config.layer_types = config.layer_types[:depth]
+    return replace(model, module=module, config=config)
+
+
 def outcome(
-    model: LoadedModel, sides: tuple[Side, Side], plan: str, requests: Sequence[Request]
+    model: LoadedModel, sides: tuple[Side, Side], plan: str | Plan, requests: Sequence[Request]
 ) -> str | None:
     """Run both sides and compare, without grafting."""
     traces = []
     for side in sides:
         runner = Runner(side=side, model=model, requests=tuple(requests), plan=plan)
         tracer = Tracer()
-        traces.append(runner.traced(tracer, tracer))
+        try:
+            traces.append(runner.traced(tracer, tracer))
+        except UncoveredSiteError as error:
+            return f"{UNCOVERED} {str(error).splitlines()[0][:200]}"
     return named_by(compare_traces(*traces))
 
 
@@ -125,37 +150,43 @@ def write_whole_repro(
     model: LoadedModel,
     requests: Sequence[Request],
     *,
-    plan: str = "aligned",
+    plan: str | Plan = "aligned",
+    place: str | None = None,
     fault: str | None = None,
     seed: int = 0,
     seconds: float = 60.0,
     command: str = "zm repro --whole",
     progress: Callable[[str], None] = lambda stage: None,
 ) -> WholeRepro:
-    """Shrink requests and tokens while the same thing is named first, and write the folder.
+    """Shrink flags, depth, requests and tokens while the same is named first; write the folder.
 
-    fault: a catalogued fault, planted for each run here and in the file.
+    place: the recipe that the file names as its plan; default: ``plan``. fault: a catalogued fault,
+    planted for each run here and in the file.
     """
     began = time.monotonic()
     if fault is not None and FAULTS[fault].by not in ("operator", "anchor"):
         named, kept, tried, status = _checked(fault, model), list(requests), 1, "none"
+        sides, depth, reduced = (left, right), None, []
     else:
         shrinking = _Shrinking(model, (left, right), plan, fault, began + seconds)
-        progress("shrinking requests and tokens")
+        progress("shrinking flags, depth, requests and tokens")
         named, kept = shrinking.run(list(requests))
+        sides, depth, reduced = shrinking.sides, shrinking.depth, shrinking.reduced
         tried, status = shrinking.tried, "budget" if shrinking.spent() else "minimal"
     counts = [sum(len(request.tokens) for request in each) for each in (requests, kept)]
     record = WholeRepro(
-        claim=f"{left} against {right} on {model.spec}: {named}"
+        claim=f"{sides[0]} against {sides[1]} on {model.spec}: {named}"
         + (f" (planted: {FAULTS[fault].line})" if fault else ""),
         model=model.spec, dtype=dtype_name(model.dtype), seed=seed,  # pyright: ignore
-        sides=(str(left), str(right)), plan=plan, named=named, fault=fault, status=status,
+        depth=depth, sides=(str(sides[0]), str(sides[1])), plan=plan, named=named, fault=fault,
+        status=status,
         requests=tuple(
             StoredRequest(id=r.id, tokens=r.tokens, sampled_mask=r.sampled_mask,
                           temperature=r.sampling.temperature)
             for r in kept
         ),
         reduced=(
+            *reduced,
             f"requests: {len(requests)} -> {len(kept)}",
             f"tokens: {counts[0]} -> {counts[1]}",
         ),
@@ -177,19 +208,21 @@ def _checked(fault: str, model: LoadedModel) -> str:
 
 class _Shrinking:
     def __init__(
-        self, model: LoadedModel, sides: tuple[Side, Side], plan: str, fault: str | None,
+        self, model: LoadedModel, sides: tuple[Side, Side], plan: str | Plan, fault: str | None,
         until: float,
     ) -> None:  # fmt: skip
         self.model, self.sides, self.plan, self.fault = model, sides, plan, fault
         self.until = until
         self.tried = 0
-        self._known: dict[tuple[tuple[int, ...], ...], str | None] = {}
+        self.depth: int | None = None
+        self.reduced: list[str] = []
+        self._known: dict[object, str | None] = {}
 
     def spent(self) -> bool:
         return time.monotonic() > self.until
 
     def named(self, requests: Sequence[Request]) -> str | None:
-        key = tuple(request.tokens for request in requests)
+        key = (self.sides, self.depth, tuple(request.tokens for request in requests))
         if key not in self._known:
             self.tried += 1
             with _planted(self.fault, self.model):
@@ -203,6 +236,10 @@ class _Shrinking:
                 "both sides give equal bits on these requests, so there is nothing to reproduce; "
                 "run `zm localize` again"
             )
+        self._flags(requests, named)
+        self._depth(requests, named)
+        if named.startswith(UNCOVERED):
+            return named, requests  # fewer tokens would say less once it runs
         kept = minimise(
             list(range(len(requests))),
             lambda chosen: self._same([requests[i] for i in chosen], named), self.spent,
@@ -218,6 +255,34 @@ class _Shrinking:
                 else:
                     step //= 2
         return named, smaller
+
+    def _flags(self, requests: Sequence[Request], named: str) -> None:
+        """Without the settings of either side, one at a time."""
+        settings = [(at, name) for at in (0, 1) for name in self.sides[at].settings]
+        for at, name in settings:
+            if name in PLAN_SETTINGS:
+                continue
+            before = self.sides
+            fewer = tuple(each for each in before[at].settings if each != name)
+            side = replace(before[at], settings=fewer)
+            self.sides = (side, before[1]) if at == 0 else (before[0], side)
+            if self._same(requests, named):
+                self.reduced.append(f"flags: {before[at]} -> {side}")
+            else:
+                self.sides = before
+
+    def _depth(self, requests: Sequence[Request], named: str) -> None:
+        """Only the layers up to the one that is named: what comes later cannot matter."""
+        whole, layers = self.model, getattr(getattr(self.model.module, "model", None), "layers", ())
+        found = LAYER.search(named)
+        depth = int(found[1]) + 1 if found else 1
+        if self.spent() or depth >= len(layers):
+            return
+        self.model, self.depth = shallow(whole, depth), depth
+        if self._same(requests, named):
+            self.reduced.append(f"depth: {len(layers)} -> {depth} layers")
+        else:
+            self.model, self.depth = whole, None
 
     def _same(self, requests: Sequence[Request], named: str) -> bool:
         try:
@@ -236,6 +301,7 @@ def rerun(path: Path, *, expect_equal: bool = False) -> int:
     try:
         record = WholeRepro.model_validate_json(path.read_text(encoding="utf-8"))
         model = load_model(record.model, dtype=record.dtype, seed=record.seed)
+        model = shallow(model, record.depth)
     except (OSError, ValidationError, ZeroMismatchError) as error:
         print(f"unsuitable: {error}")
         return UNSUITABLE

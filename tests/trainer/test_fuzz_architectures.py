@@ -34,6 +34,14 @@ def test_five_hundred_schedules_equal_the_packed_forward(spec: str) -> None:
     assert_equal(fuzz(load_model(spec), examples=500, corpus=CORPUS), 500)
 
 
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("spec", ARCHITECTURES)
+def test_five_hundred_schedules_equal_the_packed_forward_in_bfloat16(spec: str) -> None:
+    dtype: DTypeName = "bfloat16"
+    assert_equal(fuzz(load_model(spec, dtype=dtype), examples=500, corpus=CORPUS), 500)
+
+
 EXPERTS = ("tiny:qwen3_moe", "tiny:deepseek_v3")
 
 

@@ -1,13 +1,15 @@
 """Every catalogued fault is named as the catalogue says, and nothing is named without it."""
 
 import contextlib
+import re
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 from zeromismatch.agent_tools.faults import FAULTS, check, plant
-from zeromismatch.agent_tools.faults.check import fault_requests
+from zeromismatch.agent_tools.faults.alone import MAX_BYTES, MAX_SECONDS
+from zeromismatch.agent_tools.faults.checking import fault_requests
 from zeromismatch.agent_tools.faults.table import ELSEWHERE, TEST, fixed_cells, held_lines
 from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.sides import Side
@@ -29,6 +31,9 @@ for fault in FAULTS.values():
     if fault.by in ("operator", "anchor"):
         LOCALIZED[fault.sides].append(fault.id)
 OTHERS = [fault.id for fault in FAULTS.values() if fault.by not in ("operator", "anchor")]
+COST = re.compile(
+    r"(operator|engines), (?P<seconds>[\d.]+) s, (?P<cpu>[\d.]+) s, (?P<bytes>[\d,]+) B"
+)
 QUICK = Options(self_test=False, causes=False)
 
 
@@ -84,7 +89,12 @@ def test_the_table_shows_every_fault_red_with_it_and_green_without() -> None:
     for fault in FAULTS.values():
         row = rows[fault.id]
         assert tuple(row[:5]) == fixed_cells(fault)
-        assert row[5:] == [f"red: {fault.expected}", "green", f"`{TEST}[{fault.id}]`"]
+        assert row[5:7] == [f"red: {fault.expected}", "green"]
+        cost = COST.fullmatch(row[7])
+        assert cost, row[7]
+        assert float(cost["seconds"]) < MAX_SECONDS
+        assert int(cost["bytes"].replace(",", "")) < MAX_BYTES
+        assert row[8] == f"`{TEST}[{fault.id}]`"
     assert [line for line in held_lines() if line not in lines] == []
     assert len(rows) == len(FAULTS) + len(ELSEWHERE) + 2  # both tables share header and rule
 
@@ -120,6 +130,12 @@ def clean_runs(model: LoadedModel, seeds: range) -> None:
 
 def test_clean_fuzzed_runs_give_no_verdict(model: LoadedModel) -> None:
     clean_runs(model, range(40))
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_thousand_clean_fuzzed_runs_give_no_verdict(model: LoadedModel) -> None:
+    clean_runs(model, range(1000))
 
 
 @pytest.mark.slow

@@ -23,6 +23,7 @@ from zeromismatch.agent_tools.gates.bench import QUICK, Bench, engines_on
 from zeromismatch.agent_tools.gates.page import page_of
 from zeromismatch.agent_tools.gates.run import compare, run_gate
 from zeromismatch.agent_tools.junit import junit
+from zeromismatch.agent_tools.recipe import environment_digest
 from zeromismatch.agent_tools.report import read_report, write_report
 from zeromismatch.kernels import dispatch
 from zeromismatch.kernels.errors import CapabilityError, InconclusiveError, UsageError
@@ -209,6 +210,21 @@ def test_other_weights_and_another_environment_are_named(model: LoadedModel):
     assert "here 9.9" in named[1]
 
 
+def test_a_report_about_other_weights_is_refused_before_anything_runs(
+    model: LoadedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    report = run_gates(model, "aligned", quick=True, gates=[gate(green)])
+    other = report.identity.model_copy(update={"weights_root": "0" * 32})
+    foreign = seal(report.model_copy(update={"identity": other}))
+    (tmp_path / "gates.json").write_text(foreign.model_dump_json())
+    assert run(["regress", str(tmp_path), "--json"]) == 3
+    assert "another model (weights: the report's 0000" in capsys.readouterr().out
+    edited = report.model_copy(update={"identity": other})
+    (tmp_path / "gates.json").write_text(edited.model_dump_json())
+    assert run(["regress", str(tmp_path), "--json"]) == 2
+    assert "was edited" in capsys.readouterr().out
+
+
 def test_regression_tells_lost_gates_from_won_ones(model: LoadedModel):
     before = run_gates(model, "aligned", quick=True, gates=[gate(green, "C0"), gate(red, "C1")])
     after = run_gates(model, "aligned", quick=True, gates=[gate(red, "C0"), gate(green, "C1")])
@@ -260,9 +276,14 @@ def test_the_commands_write_a_report_that_can_be_repeated(
     assert [entry["id"] for entry in document["gates"]] == ["C2", "C9"]
     assert document["schema_version"] == 1
     assert ET.parse(tmp_path / "j.xml").getroot().attrib["tests"] == "2"
+    report = read_gates(tmp_path)
+    elsewhere = report.environment | {"torch": "9.9"}
+    moved = {"environment": elsewhere, "environment_digest": environment_digest(elsewhere)}
+    (tmp_path / "gates.json").write_text(seal(report.model_copy(update=moved)).model_dump_json())
     assert run(["regress", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["status"], found["lost"], found["changes"]) == ("pass", [], [])
+    here = f"torch: the report's 9.9, here {report.environment['torch']}"
+    assert (found["status"], found["lost"], found["changes"]) == ("pass", [], [here])
 
 
 def test_an_embedding_row_of_the_padding_token_gets_the_gradient_that_stock_gives(

@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from zeromismatch.agent_tools.compare import Comparison
+from zeromismatch.agent_tools.faults import plant
 from zeromismatch.agent_tools.flips import FlipBit, flipped_weight
 from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.records import Divergence
+from zeromismatch.agent_tools.scenarios import random_requests
 from zeromismatch.agent_tools.sides import Runner, Side
 from zeromismatch.agent_tools.trace import Trace, Tracer
 from zeromismatch.agent_tools.trace_store import load_trace
@@ -59,6 +62,27 @@ def test_the_self_test_flips_a_row_that_its_request_computes_itself(model: Loade
                     options=Options(causes=False))  # fmt: skip
         assert found.self_test is not None
         assert found.self_test.passed, (schedule, found.self_test.activation)
+
+
+def test_a_side_that_computes_a_row_twice_in_two_ways_still_repeats_itself(
+    model: LoadedModel,
+) -> None:
+    """A request that hits its own prefix runs its tail among fewer rows; here the tile follows."""
+    requests = random_requests(model, count=3, max_reply=8, seed=0)
+    left = Runner(
+        side=Side.parse("paged:prefix-hit"), model=model, requests=requests, plan="aligned"
+    )
+    tracer = Tracer()
+    with plant("B02", model):
+        trace = left.traced(tracer, tracer)
+        found = run("paged:prefix-hit", "paged:alone", model, requests,
+                    options=Options(causes=False))  # fmt: skip
+    assert Comparison(trace, trace).count()[1] > 0
+    assert Comparison(trace, trace, repeated=True).count()[1] == 0
+    assert found.status == "DIVERGENT", found.reason
+    assert found.self_test is not None
+    assert found.self_test.passed, found.self_test.activation
+    assert found.notes == ()
 
 
 @pytest.mark.parametrize("schedule", ["fuzz:1", "prefix-hit", "preempt", "chunk:7"])

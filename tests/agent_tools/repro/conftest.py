@@ -2,7 +2,7 @@
 
 import pytest
 
-from zeromismatch.agent_tools.faults.check import fault_requests
+from zeromismatch.agent_tools.faults.checking import fault_requests
 from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.records import Divergence
 from zeromismatch.agent_tools.sides import Runner, Side

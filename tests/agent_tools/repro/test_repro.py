@@ -12,12 +12,13 @@ import pytest
 from safetensors.torch import load_file
 
 from zeromismatch.agent_tools.faults import FAULTS, plant
-from zeromismatch.agent_tools.faults.check import fault_requests
+from zeromismatch.agent_tools.faults.alone import MAX_BYTES, run_alone, write_repro_of
+from zeromismatch.agent_tools.faults.checking import fault_requests
 from zeromismatch.agent_tools.localize import Options, localize
 from zeromismatch.agent_tools.records import Divergence
 from zeromismatch.agent_tools.reduction.capture import capture
+from zeromismatch.agent_tools.reduction.case import Flags
 from zeromismatch.agent_tools.reduction.shrink import minimise, shrink
-from zeromismatch.agent_tools.reduction.whole import write_whole_repro
 from zeromismatch.agent_tools.repro import Repro, repro_of, write_repro
 from zeromismatch.agent_tools.sides import Runner, Side
 from zeromismatch.kernels.errors import InconclusiveError, UsageError
@@ -26,6 +27,7 @@ from zeromismatch.trainer.engines.base import Request
 
 SOURCE = Path(__file__).resolve().parents[3] / "src"
 ALONE = {"PYTHONPATH": str(SOURCE), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"}
+MOST_IMPORTS = 2.0
 Stock = tuple[Runner, Runner, Divergence]
 
 
@@ -87,35 +89,33 @@ def test_a_bug_planted_inside_a_model_shrinks_to_its_operator(
         assert alone(tmp_path).returncode == 1
 
 
-LONG = (pytest.param(fault, marks=pytest.mark.long) for fault in ("M06", "C01", "C05", "T01"))
-ANY = ("B01", "Q01", *LONG)
-"""A kernel alone, a cache, an engine's answer, a publication, a certificate."""
+IN_SUITE = ("B01", "Q01")
+"""One call of an operator; a cache, which needs the engines."""
+ANY = [
+    pytest.param(fault, marks=[] if fault in IN_SUITE else [pytest.mark.long]) for fault in FAULTS
+]
+IMPORTS = {"operator": "torch", "engines": "torch, transformers.models.llama.modeling_llama"}
 
 
-def cpu_seconds(*command: str, expect: int) -> float:
+def cpu_seconds(code: str) -> float:
     """What a process costs; elapsed time on a busy machine says nothing."""
     began = resource.getrusage(resource.RUSAGE_CHILDREN)
-    done = subprocess.run([sys.executable, *command], capture_output=True, check=False, env=ALONE)
+    subprocess.run([sys.executable, "-c", code], check=True, env=ALONE)
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert done.returncode == expect, done.stderr
     return ended.ru_utime + ended.ru_stime - began.ru_utime - began.ru_stime
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ANY)
 def test_a_repro_of_any_planted_fault_is_small_and_runs_alone_in_seconds(
-    model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path, fault: str
+    model: LoadedModel, tmp_path: Path, fault: str
 ) -> None:
-    if FAULTS[fault].make_kernel is None:
-        sides = map(Side.parse, FAULTS[fault].sides)
-        write_whole_repro(tmp_path, *sides, model, requests, fault=fault, seconds=20)
-    else:
-        with plant(fault, model):
-            write_repro(tmp_path, *find(model, requests[1:2], fault), fault=fault, seconds=20)
-    assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 5_000_000
-    # Neighbours on the machine slow every instruction: then imports alone are the measure.
-    imports = cpu_seconds("-c", "import torch, transformers.models.llama.modeling_llama", expect=0)
-    assert cpu_seconds(str(tmp_path / "repro.py"), expect=1) < max(10, 2.5 * imports)
+    kind = write_repro_of(fault, model, tmp_path)
+    ran = run_alone(tmp_path)
+    assert ran.exit_code == 1, ran.said
+    assert ran.bytes < MAX_BYTES
+    # Neighbours on the machine slow every instruction, imports as well: they are the measure.
+    assert ran.cpu_seconds < MOST_IMPORTS * cpu_seconds(f"import {IMPORTS[kind]}")
 
 
 def test_without_the_fault_the_same_case_is_equal(
@@ -129,6 +129,16 @@ def test_without_the_fault_the_same_case_is_equal(
     assert tried > 5
     assert smaller.nbytes < case.nbytes / 1000
     assert not replace(smaller, left=replace(smaller.left, fault=None)).differs()
+
+
+def test_switches_that_do_not_matter_are_set_plainly(stock: Stock) -> None:
+    before, case = Flags.now(), capture(*stock[:2], stock[2].culprits[0])
+    case = replace(case, flags=Flags(threads=3, onednn=True))
+    smaller, _, _ = shrink(case, 20)
+    assert smaller.flags.threads == 1
+    assert "threads: 3 -> 1" in smaller.reduced
+    assert smaller.differs()
+    assert Flags.now() == before
 
 
 def test_a_spent_budget_hands_back_what_there_is(stock: Stock) -> None:

@@ -38,6 +38,19 @@ def test_a_fault_between_operators_is_repeated_by_few_tokens(
         assert rerun(tmp_path / "repro.json") == 0
 
 
+def test_flags_and_layers_that_do_not_matter_are_dropped(
+    model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path
+) -> None:
+    sides = map(Side.parse, ("paged+num_pages=64:chunk:1", "packed:packed"))
+    record = write_whole_repro(tmp_path, *sides, model, requests, fault="W01", seconds=20)
+    assert record.sides == ("paged:chunk:1", "packed:packed")
+    assert (record.named, record.depth) == ("model.layers.0.self_attn#attention", 1)
+    assert record.reduced[:2] == (
+        "flags: paged+num_pages=64:chunk:1 -> paged:chunk:1", "depth: 2 -> 1 layers"
+    )  # fmt: skip
+    assert rerun(tmp_path / "repro.json") == 1
+
+
 def test_equal_sides_have_nothing_to_repeat(
     model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path
 ) -> None:
