@@ -101,6 +101,36 @@ def published(engine: Any, trainer: Any, model: Any, requests: Any) -> dict[str,
     }  # fmt: skip
 
 
+def continued(path: str) -> dict[str, Any]:
+    """New weights between two steps of running requests: every token has its version's bits."""
+    model = load_model(path)
+    prompts = only_prompts(default_requests(model, count=4, max_reply=12))
+    engine = make_engine("vllm", model, "aligned")
+    trainer = make_engine("packed", model, "aligned")
+    offers = {
+        at: {name: t * (1.0 + at * 2.0**-6) for name, t in named_state(model.module).items()}
+        for at in (1, 2)
+    }
+    steps = 0
+
+    def between() -> Any:
+        nonlocal steps
+        steps += 1
+        return engine.stage(offers[steps // 4], steps // 4) if steps in (4, 8) else None
+
+    rollout = engine.generate(prompts, between=between)
+    answer: dict[str, Any] = {"versions": {}, "replies": [len(r.tokens) for r in rollout.requests]}
+    for version in (0, 1, 2):
+        if version:
+            trainer.publish(offers[version], version)
+        expected = bits_of(score(trainer, "packed", rollout.requests))
+        drawn = [s for s in rollout.samples if s.version == version]
+        differing = sum(expected[s.request, s.position] != s.logprob_bits for s in drawn)
+        answer["versions"][str(version)] = {"tokens": len(drawn), "differing": differing}
+    trainer.close()
+    return answer
+
+
 def tensors(model: Any) -> Any:
     from zeromismatch.trainer.engines.vllm.models import hf_tensors
 
@@ -204,5 +234,5 @@ def refused(path: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
-    checks = {f.__name__: f for f in (aligned, located, inert, adopted, refused)}
+    checks = {f.__name__: f for f in (aligned, continued, located, inert, adopted, refused)}
     print(json.dumps(checks[name](*rest), default=str))

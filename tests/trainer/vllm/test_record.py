@@ -70,14 +70,20 @@ def test_a_step_in_flight_past_the_end_is_left_out() -> None:
     assert told((("v1", 0, 40),), (("v1", 40, 1),)) == [step(("a", 0, 40))]
 
 
-def test_each_position_has_the_version_that_computed_it() -> None:
+def test_state_that_outlives_a_publication_is_refused() -> None:
+    with pytest.raises(InconclusiveError, match="no request of this run computed its prefix"):
+        told((("v1", 0, 16),), (("v1", 16, 24),), versions=(0, 2))
+
+
+def test_a_publication_makes_running_requests_begin_again() -> None:
+    """The cached state is gone with its version; what was drawn before keeps that version."""
     formed = [
         Formed(pieces=(("v1", 0, 16),), version=0),
-        Formed(pieces=(("v1", 16, 24),), version=2),
+        Formed(pieces=(("v1", 0, 20),), version=1),
     ]
     schedule, versions = executed(formed, NAMES, REQUESTS, "eager")
-    assert schedule.events[1] == Publish(version=2, digest="")
-    assert (versions["a", 15], versions["a", 16]) == (0, 2)
+    assert schedule.events[1:] == (Publish(version=1, digest=""), step(("a", 0, 20)))
+    assert [versions["a", position] for position in (0, 15, 16)] == [0, 0, 1]
 
 
 def test_an_engine_without_the_key_adopts_nothing() -> None:

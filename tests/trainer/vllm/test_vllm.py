@@ -55,6 +55,12 @@ def test_publication_is_whole_or_not_at_all(aligned: dict[str, Any]) -> None:
     assert found["after"]["differing"] == 0
 
 
+def test_new_weights_between_two_steps_go_to_the_next_token(ask: Any, checkpoint: str) -> None:
+    found = ask("continued", checkpoint)["versions"]
+    assert all(each["tokens"] > 0 for each in found.values())
+    assert [each["differing"] for each in found.values()] == [0, 0, 0]
+
+
 def test_localize_finds_nothing_under_a_plan(ask: Any, checkpoint: str) -> None:
     found = ask("located", checkpoint, "aligned")
     assert found["status"] == "EQUAL", found["reason"]

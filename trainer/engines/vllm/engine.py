@@ -18,7 +18,7 @@ tracing, which needs eager steps. ``generate`` runs with whatever vLLM chooses.
 The engine core lives in this process. Nothing here imports vLLM before an engine is built.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -138,8 +138,24 @@ class VllmEngine:
             observer,
         )
 
-    def generate(self, requests: Sequence[Request], policy: Policy | None = None) -> Run:
-        """Sample up to ``max_new_tokens`` per request; the samples are the sampled tokens."""
+    def generate(
+        self,
+        requests: Sequence[Request],
+        policy: Policy | None = None,
+        observer: Observer | None = None,
+        *,
+        between: Callable[[], Offer | None] | None = None,
+    ) -> Run:
+        """Sample up to ``max_new_tokens`` per request; the samples are the sampled tokens.
+
+        ``between`` is asked before every step for staged weights (:meth:`stage`) to install;
+        running requests are then computed anew, and each sample says which version drew it.
+        """
+        if observer is not None:
+            raise CapabilityError(
+                "vLLM is not watched while it samples; score its tokens with `run`, or sample with "
+                "the paged engine"
+            )
         check_requests(self.name, requests, self.loaded.config, generating=True)
         self._follow_trainer()
         scenario = Scenario(
@@ -148,7 +164,7 @@ class VllmEngine:
             requests=tuple(requests),
             policy=policy or Policy(),
         )
-        return self.live.sample(scenario, requests, policy or Policy())
+        return self.live.sample(scenario, requests, policy or Policy(), between)
 
     def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
         """Check and digest complete new weights; nothing changes yet."""

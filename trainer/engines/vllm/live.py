@@ -8,7 +8,7 @@ another one first ends it.
 import gc
 import os
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -31,6 +31,7 @@ from .start import Settings, construct, prepare_process
 _NAMES_OF_THE_DAY = ("IDENT", "SHM", "PORT", "LOGGING", "CACHE_ROOT")
 ID_LENGTH = 10  # of the ids given here; vLLM may append to them
 
+Between = Callable[[], Offer | None]
 _LIVE: dict[Any, "LiveEngine"] = {}
 
 
@@ -166,8 +167,14 @@ class LiveEngine:
             )
         return run
 
-    def sample(self, scenario: Scenario, requests: Sequence[Request], policy: Policy) -> Run:
-        """Sample all requests at once."""
+    def sample(
+        self,
+        scenario: Scenario,
+        requests: Sequence[Request],
+        policy: Policy,
+        between: Between | None = None,
+    ) -> Run:
+        """Sample all requests at once; ``between`` may bring new weights before every step."""
         self._begin()
         names: dict[str, str] = {}
         if not policy.prefix_cache and self.settings.prefix_cache:
@@ -177,7 +184,7 @@ class LiveEngine:
             torch.manual_seed(hash(tuple(request.sampling.seed for request in requests)))
         self._limit(policy.max_step_tokens)
         try:
-            found, replies = self._drive(requests, parameters, names)
+            found, replies = self._drive(requests, parameters, names, between)
         finally:
             self._limit(0)
         longer = [grown(request, replies[request.id]) for request in requests]
@@ -198,7 +205,11 @@ class LiveEngine:
                 yield group, [scoring(r, whole=whole, prompt=scored) for r in group]
 
     def _drive(
-        self, group: Sequence[Request], parameters: Sequence[Given], names: dict[str, str]
+        self,
+        group: Sequence[Request],
+        parameters: Sequence[Given],
+        names: dict[str, str],
+        between: Between | None = None,
     ) -> tuple[list[Score], dict[str, list[int]]]:
         """Run until all are done: (request, position, token, bits) of each score, and replies."""
         engine = self.llm.llm_engine
@@ -216,6 +227,8 @@ class LiveEngine:
         found: list[Score] = []
         replies: dict[str, list[int]] = {}
         while engine.has_unfinished_requests():
+            if between is not None and (offer := between()) is not None:
+                self.install(offer)
             for output in engine.step():
                 if not output.finished:
                     continue

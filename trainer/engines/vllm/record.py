@@ -68,10 +68,11 @@ def recording_scheduler(recorder: Recorder, *, asynchronous: bool) -> type[Any]:
 def executed(
     formed: Sequence[Formed], names: Mapping[str, str], requests: Sequence[Request], mode: Mode
 ) -> tuple[Schedule, dict[tuple[str, int], int]]:
-    """The schedule, and the weight version of every (request, position) as last computed.
+    """The schedule, and the weight version that first computed every (request, position).
 
-    names: vLLM's id -> request id. Positions past a request's tokens (a step in flight when it
-    finished) are left out.
+    That version drew the next token; later ones may have computed the position anew. names: vLLM's
+    id -> request id. Positions past a request's tokens (a step in flight when it finished) are left
+    out.
     """
     known = {request.id: request for request in requests}
     covered: dict[str, int] = {}
@@ -83,6 +84,7 @@ def executed(
         if step.version != version:
             version = step.version
             events.append(Publish(version=version, digest=""))
+            covered.clear()  # nothing that was cached outlives it
         slices: list[Slice] = []
         for theirs, start, count in step.pieces:
             name = names[theirs]
@@ -92,7 +94,8 @@ def executed(
             events += _restarts(known[name], start, covered, known, again=theirs != last.get(name))
             last[name] = theirs
             covered[name] = stop
-            versions |= {(name, position): version for position in range(start, stop)}
+            for position in range(start, stop):
+                versions.setdefault((name, position), version)
             slices.append(Slice(request=name, start=start, stop=stop))
         if slices:
             events.append(Step(slices=tuple(slices), mode=mode))
