@@ -36,6 +36,8 @@ from ..records import Divergence
 from ..rollouts import TokenCount
 from ..sides import Side
 
+BACKWARD_TOKENS = 48
+"""Leading tokens of a request that a backward pass runs on."""
 STEP_TOKENS = 96
 """Rows in one rollout step: few enough that prompts are chunked."""
 
@@ -61,11 +63,11 @@ class Size:
 
 
 QUICK = Size(
-    requests=6, reply=20, fuzzed=5, fuzz_requests=3, backward=10, gradient_requests=2, long=192,
+    requests=6, reply=20, fuzzed=5, fuzz_requests=3, backward=10, gradient_requests=3, long=192,
     rounds=3, training_steps=2,
 )  # fmt: skip
 FULL = Size(
-    requests=16, reply=24, fuzzed=20, fuzz_requests=4, backward=100, gradient_requests=3, long=1024,
+    requests=16, reply=24, fuzzed=16, fuzz_requests=4, backward=100, gradient_requests=3, long=1024,
     rounds=5, training_steps=4,
 )  # fmt: skip
 
@@ -166,6 +168,12 @@ class Bench:
     def requests(self) -> tuple[Request, ...]:
         """The prompts with what the rollout sampled."""
         return self.sampled.requests
+
+    @property
+    def learned(self) -> tuple[Request, ...]:
+        """A few requests cut short, every token from the second on counted as sampled."""
+        few = self.requests[: self.size.gradient_requests]
+        return tuple(cut(each, min(BACKWARD_TOKENS, len(each.tokens))) for each in few)
 
     def policy(self) -> Policy:
         """Chunked prompts, shared steps, and too few pages for all requests at once."""

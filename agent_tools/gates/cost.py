@@ -29,6 +29,8 @@ FLOOR, GOAL = 0.70, 0.95
 LEAST_ROUNDS, MAX_ROUNDS, LEAST_SECONDS, ENOUGH_SECONDS = 3, 25, 2.0, 30.0
 RATE = 1e-4
 TIMED_REQUESTS = 8
+TRAINED = 2
+"""Prompts of a training step."""
 
 
 def check(bench: Bench, found: Findings) -> None:
@@ -105,7 +107,7 @@ def _judge(found: Findings, name: str, pairs: list[tuple[float, float]]) -> None
 def _endurance(bench: Bench, found: Findings) -> None:
     rollout = engines_on(bench.fresh(), bench.plan)
     learner = Learner(bench.fresh(), bench.plan, RATE)
-    prompts = bench.prompts[: bench.size.gradient_requests]
+    prompts = bench.prompts[:TRAINED]
     steps = bench.size.training_steps
     compared = differing = 0
     roots = {rollout.paged.weights.root}

@@ -46,7 +46,7 @@ def check_update(bench: Bench, found: Findings) -> None:
     rate = RATES[bench.model.dtype]
     engines, learner = engines_on(rollout, bench.plan), Learner(trainer, bench.plan, rate)
     paged = engines.paged
-    requests = bench.requests[: bench.size.gradient_requests]
+    requests = bench.learned
     before, places = state_digest(rollout.module), _addresses(rollout)
     paged.generate(bench.prompts[:2], bench.policy())  # leaves caches and packed weights behind
     learner.step(requests, loss_weights(requests, bench.seed))
@@ -191,7 +191,7 @@ def _export(bench: Bench, found: Findings, folder: Path) -> None:
 
 def _resume(bench: Bench, found: Findings, file: Path) -> None:
     bench.progress("C8: resume from a checkpoint")
-    requests = bench.requests[: bench.size.gradient_requests]
+    requests = bench.learned
     rate = RATES[bench.model.dtype]
     batches = [requests[turn % len(requests) :][:1] for turn in range(STEPS)]
     whole = Learner(bench.fresh(), bench.plan, rate)

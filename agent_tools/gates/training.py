@@ -24,7 +24,7 @@ from ..accuracy import Accuracy, measure_accuracy, reference_logprobs
 from ..align import shorten
 from ..rollouts import compare_tokens, logprob_values
 from .base import Findings, Gate
-from .bench import Bench, compare_scored, gradients, with_stock
+from .bench import Bench, compare_scored, gradients, only, with_stock
 from .inference import culprit_lines
 
 MAX_ENTROPY = 0.7
@@ -108,7 +108,7 @@ def checkpointed(module: nn.Module) -> Generator[None]:
 
 def _checkpointing(bench: Bench, found: Findings) -> None:
     bench.progress("C5: gradient checkpointing")
-    requests, engine = bench.requests[: bench.size.gradient_requests], bench.on().packed
+    requests, engine = bench.learned, bench.on().packed
     counted = 0
 
     def forwards(*_: object) -> None:
@@ -164,9 +164,10 @@ class WrongTable:
 
 def _accuracy(bench: Bench, found: Findings) -> None:
     bench.progress("C5: error against untouched transformers in fp64")
-    requests, stock = bench.requests, bench.stock_packed
+    requests = bench.requests[: bench.size.phase_requests]
+    stock, ours = only(bench.stock_packed, requests), only(bench.packed, requests)
     reference = reference_logprobs(bench.pristine, requests)
-    accuracy = measure_accuracy(reference, ours=bench.packed, stock=stock)
+    accuracy = measure_accuracy(reference, ours=ours, stock=stock)
     found.part("error against fp64 at most twice stock's", accuracy.compared, _beyond(accuracy),
                detail=_sizes(accuracy))  # fmt: skip
     rows = sum(len(request.tokens) for request in requests)
