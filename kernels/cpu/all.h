@@ -10,3 +10,7 @@
 #include "moe.h"
 #include "attention.h"
 #include "attention_backward.h"
+#include "recurrence.h"
+#include "convolution.h"
+#include "gates.h"
+#include "gated_norm.h"

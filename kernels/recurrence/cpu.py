@@ -3,10 +3,11 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..contract import Contract
+from ..cpu.load import core
 from ..cpu.register import register_core
-from ..reference import recurrence as reference
 from ..reference.recurrence_grad import recurrence_grad
 
 _FORMULAS = {
@@ -23,6 +24,53 @@ _FIELDS: dict[str, Any] = {
 }
 
 
+def _recurrence(
+    variant: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    k_pages: Tensor,
+    u_pages: Tensor,
+    g_pages: Tensor,
+    end_pages: Tensor,
+    query_start: Tensor,
+    length: Tensor,
+    table: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See the reference."""
+    chunk, key, (heads, value) = k_pages.shape[1], k.shape[1:], v.shape[1:]
+    before = length - query_start.diff()
+    full = int((length // chunk - before // chunk).sum())
+    o, u = torch.empty_like(v), torch.empty_like(v)
+    ends = torch.empty(full, heads, key[1], value)
+    core(variant).call(
+        "recurrence", q, k, v, g, beta, k_pages, u_pages, g_pages, end_pages, query_start, length,
+        table, o, u, ends, *table.shape, chunk, key[0], heads, key[1], value, g.dim() == 3,
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return o, u, ends
+
+
+def _stepwise(
+    variant: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    start: Tensor,
+    query_start: Tensor,
+) -> tuple[Tensor, Tensor]:
+    o, end = torch.empty_like(v), torch.empty_like(start)
+    core(variant).call(
+        "recurrence_stepwise", q, k, v, g, beta, start, query_start, o, end, len(start), k.shape[1],
+        *start.shape[1:], g.dim() == 3, torch.get_num_threads(),
+    )  # fmt: skip
+    return o, end
+
+
 def _plain(function: Any) -> Any:
     def run(variant: str, *arguments: Any) -> Any:
         return function(*arguments)
@@ -32,7 +80,7 @@ def _plain(function: Any) -> Any:
 
 def _register(kind: str) -> tuple[Contract, Contract, Contract]:
     forward = register_core(
-        _plain(reference.recurrence),
+        _recurrence,
         name=f"recurrence.{kind}",
         op="recurrence",
         formula=f"{_FORMULAS[kind]}; a full chunk: S' = exp(D_last,-1) S + sum_j exp(D_last,j) "
@@ -52,7 +100,7 @@ def _register(kind: str) -> tuple[Contract, Contract, Contract]:
         **_FIELDS,
     )
     stepwise = register_core(
-        _plain(reference.stepwise),
+        _stepwise,
         name=f"recurrence_stepwise.{kind}",
         op="recurrence_stepwise",
         formula="S = exp(g) S; u = beta (v - k S), ssd: v; S = S + k u; o = q S, token by token",
