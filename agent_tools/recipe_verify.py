@@ -81,6 +81,7 @@ class RecordedCommand(Record):
     seed: int = 0
     quick: bool = False
     prompts: Path | None = None
+    rollout: str = "paged"
 
 
 def verify_recipe(path: Path, *, progress: Progress = lambda stage: None) -> Verification:
@@ -91,7 +92,7 @@ def verify_recipe(path: Path, *, progress: Progress = lambda stage: None) -> Ver
     command = recorded_command(recipe.evidence[0].command, path)
     progress(f"loading {command.model}")
     model = _load(command)
-    load_own_kernels(path)
+    load_own_kernels(path, judging=True)  # a person reads this before ticking
     sites = find_sites(model.module)
     plan = plan_from(recipe, sites, model.dtype, model.device, model.identity)
     environment = environment_of(model, plan)
@@ -162,6 +163,7 @@ def recorded_command(text: str, path: Path) -> RecordedCommand:
         "seed": int(values.get("--seed", "0")),
         "quick": "--quick" in values,
         "prompts": None if prompts is None else Path(prompts),
+        "rollout": values.get("--rollout", "paged"),
     })  # fmt: skip
 
 
@@ -177,7 +179,10 @@ def _prove(
 
     requests = requests_for(model, prompts=command.prompts, seed=command.seed, quick=command.quick)
     prompts = [only_prompt(request) for request in requests]
-    proof = prove(model, recipe.plan, prompts, pristine=_load(command), progress=progress)
+    proof = prove(
+        model, recipe.plan, prompts, pristine=_load(command), rollout=command.rollout,
+        progress=progress,
+    )  # fmt: skip
     return {entry.claim.name: entry for entry in proof.claims}
 
 

@@ -22,16 +22,20 @@ GRADIENTS: dict[str, dict[str, str]] = {
         "backward_weight": "linear_grad_weight",
         "backward_bias": "linear_grad_bias",
     },
-    "lm_head": {
-        "backward_input": "linear_grad_input",
-        "backward_weight": "linear_grad_weight",
-        "backward_bias": "linear_grad_bias",
+    **{
+        op: {
+            "backward_input": "linear_grad_input",
+            "backward_weight": "linear_grad_weight",
+            "backward_bias": "linear_grad_bias",
+        }
+        for op in ("lm_head", "router")
     },
     **{
         op: {"backward": f"{op}_grad"}
         for op in (
-            "activation", "activation_gelu", "attention", "embedding", "gated", "gated_gelu",
-            "logprob", "rmsnorm", "softcap",
+            "activation", "activation_gelu", "attention", "combine", "embedding", "gated",
+            "gated_gelu", "grouped_linear", "logprob", "rmsnorm", "rmsnorm_wide", "softcap",
+            "topk_weights",
         )
     },
 }  # fmt: skip

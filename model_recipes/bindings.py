@@ -79,10 +79,12 @@ def aligned_contract(
     op_class: str, dtype: torch.dtype | str, device: torch.device | str
 ) -> str | None:
     """The contract that the registry offers for a class, or None."""
+    if op_class in op_classes():
+        own = contract_of(op_class, dtype_name(dtype), device_kind(device))
+        if own is not None or op_class not in OP_CLASSES:
+            return own
     if op_class in _EXACT:
         return _EXACT[op_class]
-    if op_class in op_classes():
-        return contract_of(op_class, dtype_name(dtype), device_kind(device))
     if op_class not in _KERNELS:
         return None
     kernel(op_class)

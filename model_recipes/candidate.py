@@ -8,13 +8,19 @@ modules, hold constants and functions, and carry C++ in one string constant name
 functions are then called as ``native("name", ...)``. Everything that could reach out of that
 (processes, files, clocks, frames, module attributes, state) is refused by name here: necessary,
 never sufficient. ``zm verify`` stops it at run time as well and compares what comes out.
+
+A file that states a ``CONTRACT`` and ``MODULES`` brings an operator of its own (:mod:`.extension`).
+It may also import the package's operators, and may not cut the gradient, which is autograd's.
+In a draft, any other file says in ``SERVES`` which registered contract it is for.
 """
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..kernels.errors import UsageError
 
@@ -24,6 +30,15 @@ IMPORTS = frozenset(
     ("__future__", "collections.abc", "math", "torch", "torch.nn", "torch.nn.functional", "triton",
      "triton.language", "typing")
 )  # fmt: skip
+
+
+KERNELS = "zeromismatch.kernels."
+OPERATORS = frozenset(
+    ("linear", "gated", "rmsnorm", "rotary", "embedding", "reference.exp", "reference.fma")
+)
+"""What an operator of its own may import from ``zeromismatch.kernels``."""
+OWN_ENTRIES: Mapping[str, int | None] = {"forward": None}
+"""What such a file defines: ``forward(module, x, ...)``."""
 
 
 def _by_rule(table: Mapping[str, str]) -> dict[str, str]:
@@ -45,7 +60,7 @@ MODULES = _by_rule(
 NAMES = _by_rule(
     {
         "code": "eval exec compile __import__",
-        "file": "open input",
+        "file": "open input print",
         "reflection": "globals locals vars getattr delattr dir type object super breakpoint id "
         "hash memoryview",
         "patch": "setattr",
@@ -68,6 +83,7 @@ ATTRIBUTES = _by_rule(
         "deferred": "register_hook requires_grad_ Stream stream current_stream CUDAGraph Function",
     }
 )
+_CUTS = frozenset(("detach", "no_grad", "inference_mode", "requires_grad", "data"))
 INCLUDES = frozenset(
     ("algorithm", "array", "bit", "cmath", "cstddef", "cstdint", "cstring", "immintrin.h", "limits",
      "arm_neon.h", "omp.h", "type_traits", "utility")
@@ -94,14 +110,21 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A candidate as text. ``cpp``: its C++, or None; ``symbols``: the functions in it."""
+    """A candidate as text. ``cpp``: its C++, or None; ``symbols``: the functions in it.
+
+    declared: its ``CONTRACT``, where it brings an operator of its own; modules: its ``MODULES``;
+    serves: its ``SERVES``.
+    """
 
     path: Path
     text: str
     tree: ast.Module | None
     fault: str | None
-    cpp: str | None
-    symbols: tuple[str, ...]
+    cpp: str | None = None
+    symbols: tuple[str, ...] = ()
+    declared: Mapping[str, Any] | None = None
+    modules: tuple[str, ...] = ()
+    serves: str | None = None
 
 
 def read_candidate(path: Path) -> Source:
@@ -115,47 +138,96 @@ def parse_candidate(path: Path, content: bytes) -> Source:
     """A candidate from the bytes of its file; ``fault`` says where they are no Python."""
     if len(content) > MOST_BYTES:
         fault = f"has {len(content)} bytes"
-        return Source(path=path, text="", tree=None, fault=fault, cpp=None, symbols=())
+        return Source(path=path, text="", tree=None, fault=fault)
     try:
         text = content.decode("utf-8")
         tree = ast.parse(text)
     except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         fault = f"does not parse: {str(error)[:200]}"
-        return Source(path=path, text="", tree=None, fault=fault, cpp=None, symbols=())
-    cpp = next((text for name, text in _texts(tree) if name == "CPP"), None)
-    symbols = tuple(SYMBOL.findall(cpp)) if cpp else ()
-    return Source(path=path, text=text, tree=tree, fault=None, cpp=cpp, symbols=symbols)
+        return Source(path=path, text="", tree=None, fault=fault)
+    held = dict(_literals(tree))
+    cpp, declared, modules = held.get("CPP"), held.get("CONTRACT"), held.get("MODULES")
+    named, serves = modules if isinstance(modules, tuple) else (), held.get("SERVES")
+    return Source(
+        path=path, text=text, tree=tree, fault=None,
+        cpp=cpp if isinstance(cpp, str) else None,
+        symbols=tuple(SYMBOL.findall(cpp)) if isinstance(cpp, str) else (),
+        declared=declared if isinstance(declared, dict) else None,
+        modules=tuple(str(name) for name in named),
+        serves=serves if isinstance(serves, str) else None,
+    )  # fmt: skip
 
 
-def _texts(tree: ast.Module) -> Iterator[tuple[str, str]]:
+def _literals(tree: ast.Module) -> Iterator[tuple[str, Any]]:
+    """Constants of the file that say something about it; what is no literal is left out."""
     for node in tree.body:
-        if (
-            isinstance(node, ast.Assign)
-            and len(node.targets) == 1
-            and isinstance(node.targets[0], ast.Name)
-            and isinstance(node.value, ast.Constant)
-            and isinstance(node.value.value, str)
-        ):
-            yield node.targets[0].id, node.value.value
+        name = _assigned(node)
+        if name in ("CPP", "CONTRACT", "MODULES", "SERVES"):
+            with contextlib.suppress(ValueError, TypeError, SyntaxError, RecursionError):
+                yield name, ast.literal_eval(node.value)  # type: ignore[attr-defined]
 
 
-def check(source: Source, entries: Mapping[str, int]) -> tuple[Fault, ...]:
-    """Every rule that the file breaks; ``entries``: wanted function -> number of parameters."""
+def _assigned(node: ast.stmt) -> str | None:
+    """The name of a plain assignment."""
+    if isinstance(node, ast.Assign) and len(node.targets) == 1:
+        target = node.targets[0]
+        return target.id if isinstance(target, ast.Name) else None
+    return None
+
+
+def granted(source: Source) -> list[tuple[str, str, str]]:
+    """(module below ``zeromismatch.kernels``, name in it, name here) of an operator's imports."""
+    return [
+        (str(node.module).removeprefix(KERNELS), alias.name, alias.asname or alias.name)
+        for node in _grants(source) for alias in node.names
+    ]  # fmt: skip
+
+
+def without_grants(source: Source) -> str:
+    """The text with those imports blanked: where this package is out of reach, names are handed."""
+    lines = source.text.split("\n")
+    for node in _grants(source):
+        for number in range(node.lineno, (node.end_lineno or node.lineno) + 1):
+            lines[number - 1] = ""
+    return "\n".join(lines)
+
+
+def _grants(source: Source) -> list[ast.ImportFrom]:
+    if source.declared is None or source.tree is None:
+        return []
+    return [
+        node for node in source.tree.body
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith(KERNELS)
+    ]  # fmt: skip
+
+
+def check(source: Source, entries: Mapping[str, int | None]) -> tuple[Fault, ...]:
+    """Every rule that the file breaks; ``entries``: wanted function -> number of parameters.
+
+    None stands for ``(module, x, ...)`` of an operator of the file's own.
+    """
     if source.tree is None:
         return (Fault(rule="syntax", detail=source.fault or "does not parse"),)
-    found = [*_entries(source.tree, entries), *_top_level(source.tree)]
+    own = source.declared is not None
+    found = [*_entries(source.tree, entries), *_top_level(source.tree, own=own)]
+    allowed = set(_grants(source))
     for node in ast.walk(source.tree):
+        if node in allowed and str(node.module).removeprefix(KERNELS) in OPERATORS:
+            continue
         line = getattr(node, "lineno", 0)
         found += [
             Fault(rule=rule, detail=detail, where=f"line {line}")
             for rule, detail in _node(node)
         ]
+        if own and isinstance(node, ast.Attribute) and node.attr in _CUTS:
+            detail = f"uses {ast.unparse(node)[:60]}, and its gradient comes from autograd"
+            found.append(Fault(rule="gradient", detail=detail, where=f"line {line}"))
     if source.cpp is not None:
         found += _cpp(source.cpp)
     return tuple(dict.fromkeys(found))
 
 
-def _entries(tree: ast.Module, entries: Mapping[str, int]) -> Iterator[Fault]:
+def _entries(tree: ast.Module, entries: Mapping[str, int | None]) -> Iterator[Fault]:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     if not ast.get_docstring(tree):
         yield Fault(rule="docstring", detail="the file has no docstring", where="line 1")
@@ -167,20 +239,24 @@ def _entries(tree: ast.Module, entries: Mapping[str, int]) -> Iterator[Fault]:
         where = f"line {node.lineno}"
         own = node.args
         others = own.vararg or own.kwarg or own.kwonlyargs
-        if len(own.posonlyargs) + len(own.args) != count or others:
+        given = len(own.posonlyargs) + len(own.args)
+        if (given < 2 if count is None else given != count) or others:
             detail = f"{name} must take {count} positional parameters, like the reference"
+            detail = detail if count else f"{name} must take the module and its tensors"
             yield Fault(rule="entry", detail=detail, where=where)
         if not ast.get_docstring(node):
             yield Fault(rule="docstring", detail=f"{name} has no docstring", where=where)
 
 
-def _top_level(tree: ast.Module) -> Iterator[Fault]:
+def _top_level(tree: ast.Module, *, own: bool) -> Iterator[Fault]:
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     for index, node in enumerate(tree.body):
         where = f"line {node.lineno}"
         docstring = index == 0 and isinstance(node, ast.Expr)
         if docstring or isinstance(node, ast.Import | ast.ImportFrom | ast.FunctionDef):
             continue
+        if own and _assigned(node) == "CONTRACT":
+            continue  # a literal, or it would not be one of its own
         if isinstance(node, ast.ClassDef):
             yield Fault(rule="deferred", detail=f"defines class {node.name}", where=where)
         elif not (isinstance(node, ast.Assign | ast.AnnAssign) and _constant(node.value)):

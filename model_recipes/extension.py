@@ -15,11 +15,14 @@ From then on ``tilt`` is an operator class: plans have a rule for it, its sites 
 and gated like all others. Under ``stock`` the module's own code runs. A draft (a folder with
 ``kernels/`` and no ``recipe.yaml`` yet) is loaded the same way, under the aligned plan.
 
-The file is read before it is run: what it may import and name is listed below. That check is
-necessary and never sufficient: whoever runs a recipe's code has to trust it, or review it.
+The file is read before it is run, by the rules of ``zm verify`` (:mod:`.candidate`): necessary and
+never sufficient. ``zm verify FILE --contract ID --model MODEL`` judges it in a confined process.
+
+A known operator may get other bits in the same way: a new contract id for it (``rmsnorm.mine...``)
+and the modules that it serves. Whatever a person has not ticked (:mod:`.ticks`) serves in a draft
+and nowhere else.
 """
 
-import ast
 import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -31,25 +34,10 @@ from torch import Tensor, nn
 
 from ..kernels.contract import Contract, register_contract
 from ..kernels.errors import ContractError, RecipeError
+from .candidate import OWN_ENTRIES, check, parse_candidate
 from .file_module import file_module
 
 FOLDER = "kernels"
-IMPORTS = frozenset(("torch", "torch.nn", "math", "typing", "collections.abc"))
-KERNELS = "zeromismatch.kernels."
-PACKAGES = frozenset(
-    ("linear", "gated", "rmsnorm", "rotary", "embedding", "reference.exp", "reference.fma")
-)
-BANNED = frozenset(
-    ("open", "eval", "exec", "compile", "getattr", "setattr", "delattr", "globals", "locals",
-     "vars", "input", "breakpoint", "__import__", "memoryview", "super", "type", "print")
-)  # fmt: skip
-BANNED_ATTRIBUTES = frozenset(
-    ("set_num_threads", "use_deterministic_algorithms", "manual_seed", "load", "save", "hub",
-     "set_default_dtype", "multiprocessing", "distributed", "library", "utils", "jit", "ops",
-     "detach", "no_grad", "inference_mode", "set_grad_enabled", "requires_grad", "data",
-     "register_hook", "apply_", "register_forward_hook", "classes", "overrides")
-)  # fmt: skip
-MOST_BYTES = 200_000
 MODULE_PREFIX = "zeromismatch_recipe_kernel_"
 
 
@@ -96,11 +84,6 @@ def forget() -> None:
     _LOADED.clear()
 
 
-def load_drafts(folder: Path) -> tuple[Extension, ...]:
-    """Load every kernel file of a draft or recipe folder, in the order of their names."""
-    return tuple(load_extension(path) for path in sorted((folder / FOLDER).glob("*.py")))
-
-
 def is_draft(folder: Path) -> bool:
     """A folder with kernels and without a recipe."""
     return (folder / FOLDER).is_dir() and not (folder / "recipe.yaml").exists()
@@ -108,11 +91,12 @@ def is_draft(folder: Path) -> bool:
 
 def load_extension(path: Path) -> Extension:
     """Check and load one kernel file. RecipeError says what is wrong with it."""
-    source = path.read_text(encoding="utf-8")
-    broken = violations(source)
+    content = path.read_bytes()
+    broken = check(parse_candidate(path, content), OWN_ENTRIES)
     if broken:
-        raise RecipeError(f"{path.name}: {'; '.join(broken[:5])}; change the kernel")
-    digest = hashlib.blake2b(source.encode(), digest_size=16).hexdigest()
+        told = "; ".join(f"{each.rule}: {each.detail}" for each in broken[:5])
+        raise RecipeError(f"{path.name}: {told}; change the kernel")
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
     module = _run(path, digest)
     contract = _contract(module, path)
     held = _LOADED.get(contract.op)
@@ -139,7 +123,7 @@ def _run(path: Path, digest: str) -> Any:
 
 
 def _contract(module: Any, path: Path) -> Contract:
-    from .bindings import OP_CLASSES
+    from .own_kernels import is_registered
 
     fields: dict[str, Any] = getattr(module, "CONTRACT", None) or {}
     try:
@@ -153,60 +137,15 @@ def _contract(module: Any, path: Path) -> Contract:
     named = len(parts) >= 5 and (parts[0], *parts[-3:-1]) == (
         contract.op, contract.dtype, contract.device,
     )  # fmt: skip
-    if not named or not parts[-1].removeprefix("v").isdigit() or contract.op in OP_CLASSES:
+    if not named or not parts[-1].removeprefix("v").isdigit() or is_registered(contract.id):
         raise RecipeError(
-            f"{path.name}: contract {contract.id} must be <op>.<order>.<dtype>.<device>.v<n> with "
-            "an operator of its own; a registered operator has its own kernels"
+            f"{path.name}: contract {contract.id} must be <op>.<order>.<dtype>.<device>.v<n> and "
+            "new: other bits get an id of their own"
         )
     try:
         return register_contract(contract)
     except ContractError:
         return contract  # an earlier draft of this process had the same id
-
-
-def violations(source: str) -> list[str]:
-    """What a kernel file may not do, as far as its text shows; each ``rule: detail``."""
-    if len(source.encode()) > MOST_BYTES:
-        return [f"syntax: more than {MOST_BYTES} bytes"]
-    try:
-        tree = ast.parse(source)
-    except (SyntaxError, ValueError) as error:
-        return [f"syntax: {error}"]
-    found = [] if ast.get_docstring(tree) else ["docstring: the file opens without one"]
-    for node in ast.walk(tree):
-        found += [f"line {getattr(node, 'lineno', 0)}, {rule}" for rule in _broken(node)]
-    return found
-
-
-def _broken(node: ast.AST) -> list[str]:
-    match node:
-        case ast.Import(names=names):
-            return [f"import: {n.name}" for n in names if not _may_import(n.name)]
-        case ast.ImportFrom(module=module, level=level):
-            fine = level == 0 and module is not None and _may_import(module)
-            return [] if fine else [f"import: {module}"]
-        case ast.Name(id=name) if name in BANNED or name.startswith("__"):
-            return [f"reflection: {name}"]
-        case ast.Attribute(attr=name) if name.startswith("_") or name in BANNED_ATTRIBUTES:
-            return [f"reflection: .{name}"]
-        case ast.Attribute(ctx=ast.Store() | ast.Del(), attr=name):
-            return [f"patch: assigns to .{name}"]
-        case ast.Global() | ast.Nonlocal():
-            return ["state: global or nonlocal"]
-        case ast.Try() | ast.ExceptHandler():
-            return ["swallow: catches exceptions"]
-        case ast.ClassDef(name=name):
-            return [f"state: class {name}"]
-        case ast.AsyncFunctionDef() | ast.Await() | ast.Yield() | ast.YieldFrom():
-            return ["deferred: no coroutines"]
-        case _:
-            return []
-
-
-def _may_import(name: str) -> bool:
-    if name.startswith(KERNELS):
-        return name.removeprefix(KERNELS) in PACKAGES
-    return name in IMPORTS or name.startswith("torch.nn.functional")
 
 
 def rows_call(

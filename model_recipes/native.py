@@ -10,7 +10,7 @@ the standard library and torch, since the verifier's workers import it.
 
 import ctypes
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -71,10 +71,13 @@ def _converted(argument: Any) -> Any:
 
 
 def functions_of(
-    content: bytes, name: str, native: Native | None
+    content: bytes, name: str, native: Native | None, given: Mapping[str, Any] | None = None
 ) -> dict[str, Callable[..., Any]]:
-    """Run a kernel file as a module of its own; its functions by name. name: for tracebacks."""
-    namespace: dict[str, Any] = {"__name__": "candidate", "native": native}
+    """Run a kernel file as a module of its own; its functions by name. name: for tracebacks.
+
+    given: names that it finds besides ``native``.
+    """
+    namespace: dict[str, Any] = {"__name__": "candidate", "native": native, **(given or {})}
     exec(compile(content, name, "exec"), namespace)
     return {name: each for name, each in namespace.items() if callable(each)}
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ..kernels.errors import UncoveredSiteError
 from .bindings import kernel
-from .extension import extension_for, rows_call
+from .extension import extension_for, own_contracts, rows_call
 from .plan import STOCK, Plan
 from .recognise import (
     ROTARY_FUNCTIONS,
@@ -39,10 +39,17 @@ class Installer:
     undo: list[Callable[[], None]] = field(default_factory=list[Callable[[], None]])
     sites: list[Site] = field(default_factory=list[Site])
 
-    def site(self, path: str, op_class: str, part: str = "") -> tuple[Site, str]:
-        """The site with its contract, and the plan's choice for it."""
+    def site(
+        self, path: str, op_class: str, part: str = "", *, own: bool = False
+    ) -> tuple[Site, str]:
+        """The site with its contract, and the plan's choice for it. own: a recipe's kernel runs."""
         bare = Site(path=path, part=part, op_class=op_class)
         choice = self.plan.choice(bare)
+        if choice in own_contracts() and not own:
+            raise UncoveredSiteError(
+                f"{bare.name} is no module that the kernel of {choice} names in MODULES; name its "
+                "class there, or override this site in the plan"
+            )
         contract = None if choice == STOCK else choice
         site = Site(path=path, part=part, op_class=op_class, contract=contract)
         self.sites.append(site)
@@ -162,7 +169,7 @@ def install_extension(installer: Installer, operator: Operator) -> None:
     """A module that a recipe's own kernel serves; its inputs are tensors of token rows."""
     extension = extension_for(operator.module)
     assert extension is not None
-    site, choice = installer.site(operator.path, extension.op_class)
+    site, choice = installer.site(operator.path, extension.op_class, own=True)
     tap, module = installer.tap, operator.module
     run = rows_call(extension, module, _original(module) if choice == STOCK else None)
     weights = tensor_names(module, operator.path, installer.names)

@@ -9,8 +9,8 @@ dispatch does the rest: it proves the implementation's bits on this machine at f
 by name where they differ, and among those admitted takes the fastest. So a recipe's kernel serves
 where it is right and pays, and a model's bits do not depend on whether it does.
 
-Left out on purpose: contracts that this build does not know. Other bits for a known operator have
-no reference here that could be held against them; :mod:`.extension` is for operators of one's own.
+Left out on purpose: contracts that this build does not know. There is no reference here that could
+be held against them; :mod:`.extension` serves them, once a person has ticked them.
 """
 
 import functools
@@ -45,9 +45,9 @@ _SERVED: set[tuple[str, str]] = set()
 _CLEAR = re.compile(r"[^A-Za-z0-9_]+")
 
 
-def is_for_known_operator(contract_id: str) -> bool:
-    """Whether a recipe's kernel is meant for an operator of this package, by its contract's id."""
-    return contract_id.partition(".")[0] in {entry.op for entry in _known().values()}
+def is_registered(contract_id: str) -> bool:
+    """Whether a contract is one of this package's own; every other one waits for a person."""
+    return contract_id in _known()
 
 
 def is_served(own: "RecipeKernel") -> bool:
@@ -67,12 +67,12 @@ def serve_own_kernel(folder: Path, own: "RecipeKernel") -> tuple[Implementation,
     """Check, build and offer one kernel of a recipe; what dispatch may choose from now on.
 
     folder: the recipe's. RecipeError for another digest, a rule that the file breaks (a missing
-    entry point is one), C++ that does not compile, and a contract that this build does not know;
-    CapabilityError where a compiler is needed and missing.
+    entry point is one) and C++ that does not compile; CapabilityError where a compiler is needed
+    and missing. The contract is one that :func:`is_registered` knows.
     """
     path = folder / own.path
     content = _content(path, own)
-    contract = _contract(own)
+    contract = _known()[own.contract]
     source = parse_candidate(path, content)
     entries = entries_of(contract)
     faults = check(source, {name: entry.parameters for name, entry in entries.items()})
@@ -117,19 +117,6 @@ def _content(path: Path, own: "RecipeKernel") -> bytes:
             "file, or verify the new one and write its digest into the recipe"
         )
     return content
-
-
-def _contract(own: "RecipeKernel") -> Contract:
-    known = _known()
-    if own.contract in known:
-        return known[own.contract]
-    op = own.contract.partition(".")[0]
-    offered = ", ".join(entry.id for entry in known.values() if entry.op == op)
-    raise RecipeError(
-        f"kernel {own.path} is for {own.contract}, which this build does not know; serve one of "
-        f"{offered}. Other bits need a new contract: a person adds it to the package with a "
-        "reference, or the kernel comes as an operator of its own (CONTRACT and MODULES)"
-    )
 
 
 def _name(source: Source, content: bytes) -> str:

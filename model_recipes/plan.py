@@ -21,12 +21,13 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..kernels.errors import RecipeError, UncoveredSiteError
 from .bindings import OP_CLASSES, aligned_contract, check_contract, device_kind, dtype_name
-from .extension import is_draft, load_drafts, load_extension, op_classes, own_contracts
-from .own_kernels import is_for_known_operator, is_served, serve_own_kernel
+from .candidate import parse_candidate
+from .extension import FOLDER, is_draft, load_extension, op_classes, own_contracts
+from .own_kernels import is_registered, is_served, serve_own_kernel
 from .sites import Site
 
 if TYPE_CHECKING:
-    from .schema import ModelIdentity, Recipe
+    from .schema import ModelIdentity, Recipe, RecipeKernel
 
 STOCK = "stock"
 
@@ -90,27 +91,59 @@ def aligned_plan(
     return Plan(name=f"aligned-{kind}", rules=rules)
 
 
-def load_own_kernels(spec: object) -> None:
+def load_own_kernels(spec: object, *, judging: bool = False) -> None:
     """Load the kernels that a draft or recipe folder brings: before a model's sites are looked for.
 
-    Those for operators of this package are offered to certified dispatch (:mod:`.own_kernels`),
-    others become operators of their own (:mod:`.extension`). Anything that is no path of a draft or
-    recipe is left alone.
+    Those for contracts of this package are offered to certified dispatch (:mod:`.own_kernels`),
+    others become operators of their own (:mod:`.extension`), once a person has ticked them; judging
+    a recipe does not wait for that. Anything that is no path of a draft or recipe is left alone.
     """
     from .schema import load_recipe
+    from .ticks import require_ticks
 
     if not isinstance(spec, str | Path) or spec in (STOCK, "aligned") or not Path(spec).exists():
         return
     folder = Path(spec)
     if is_draft(folder):
-        load_drafts(folder)
+        for own in draft_kernels(folder):
+            _load_kernel(folder, own)
         return
     place = folder if folder.is_dir() else folder.parent
-    for own in load_recipe(folder).kernels:
-        if is_for_known_operator(own.contract):
-            serve_own_kernel(place, own)
-        else:
-            load_extension(place / own.path)
+    recipe = load_recipe(folder)
+    if not judging:
+        require_ticks(recipe, place)
+    for own in recipe.kernels:
+        _load_kernel(place, own)
+
+
+def _load_kernel(folder: Path, own: "RecipeKernel") -> None:
+    if is_registered(own.contract):
+        serve_own_kernel(folder, own)
+    else:
+        load_extension(folder / own.path)
+
+
+def draft_kernels(folder: Path) -> "tuple[RecipeKernel, ...]":
+    """A draft's kernels as a recipe would name them, in the order of their names.
+
+    RecipeError for a file that says neither what it brings (``CONTRACT``, ``MODULES``) nor which
+    contract it is for (``SERVES``).
+    """
+    from .schema import RecipeKernel, file_digest
+
+    found: list[RecipeKernel] = []
+    for path in sorted((folder / FOLDER).glob("*.py")):
+        source = parse_candidate(path, path.read_bytes())
+        contract = source.serves or (source.declared or {}).get("id")
+        if not isinstance(contract, str) or (source.serves and not is_registered(contract)):
+            raise RecipeError(
+                f"{path.name} says in neither CONTRACT and MODULES nor SERVES what it computes, or "
+                "names no registered contract; `zm kernels list` shows them"
+            )
+        found.append(
+            RecipeKernel(contract=contract, path=f"{FOLDER}/{path.name}", digest=file_digest(path))
+        )
+    return tuple(found)
 
 
 def plan_from(

@@ -1,6 +1,5 @@
 """``zm align`` with an agent, and ``zm eval agent``: drive one, and score one."""
 
-import shlex
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -81,9 +80,9 @@ def align(
 ) -> Answer:
     """Do the whole job: find what differs, fix it, prove it, write recipe and report.
 
-    Exit 0 aligned, 1 stuck or disproved, 3 inconclusive, 5 a budget is spent. Everything goes into
-    one new folder, by default under runs/. With --agent a language model writes what the registry
-    lacks; the gates decide whether it is done.
+    Exit 0 aligned, 1 stuck or disproved, 3 inconclusive, or green but for a person's tick, 5 a
+    budget is spent. Everything goes into one new folder, by default under runs/. With --agent a
+    language model writes what the registry lacks, admitted as a patch or not at all.
     """
     if agent == "autopilot":
         return measure.align(
@@ -103,10 +102,9 @@ def align(
     budgets = budgets_of(max_turns, max_tokens, max_minutes, max_money, price, waive_money)
     folder = out or measure.new_folder(f"align-{agent}-{model}")
     driver = Agent(name=agent, model=agent_model, base_url=base_url, resumed=resume)
-    again = shlex.join(["zm", "gate", model, "--plan", str(folder / "recipe"), "--dtype", dtype])
     with stages() as progress:
         bench = Workbench(model, folder, dtype=dtype, seed=seed)
-        found = run_agent(bench, driver, budgets, progress=progress, command=again)
+        found = run_agent(bench, driver, budgets, progress=progress)
     return Answer(document=found, text=agent_text(found), exit_code=found.exit_code)
 
 
@@ -121,6 +119,8 @@ def agent_text(found: "AgentResult") -> list[object]:
         *[f"Rule broken: {rule}" for rule in outcome.rules],
         f"Transcript: {outcome.transcript}",
         f"Recipe: {found.recipe}" if found.recipe else "No recipe was written.",
+        *([f"Admitted on branch {found.branch}; next: `zm recipe pr {found.patch}`"]
+          if found.branch else []),
     ]
 
 

@@ -77,10 +77,14 @@ def apply(
 ) -> Answer:
     """Try the patch in a worktree: admitted as one commit on a branch of its own, or undone.
 
-    Without --repro it must bring a verified kernel that is faster. Exit 0 admitted, 1 refused.
+    Without --repro it must bring a verified kernel that is faster. Exit 0 admitted, 1 refused, 3
+    everything is green and a new contract waits for a person, who then repeats it with --reviewed.
     """
     from ...kernels.errors import UsageError
     from ..patch import apply_patch
+    from .recipe_pr import ask_person
+
+    ask_person(reviewed or [])
 
     pairs = [entry.partition("=") for entry in kernel or ()]
     if any(not path or not contract for path, _, contract in pairs):

@@ -28,6 +28,10 @@ def verify(
     contract: Annotated[
         str | None, typer.Option(metavar="ID", help="The contract it serves (zm kernels list).")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="MODEL", help="The model that brings an operator of its own."),
+    ] = None,
     rules: Annotated[bool, typer.Option("--rules", help="Print the rules and stop.")] = False,
     allow_missing: Annotated[
         str,
@@ -42,7 +46,8 @@ def verify(
     """Verify a kernel: bits, accuracy against fp64, gradients, speed, in a confined process.
 
     The file defines forward with the arguments of the contract's reference, and backward with those
-    of its gradient contract's. C++ may stand in a string CPP, called as native("name", ...).
+    of its gradient contract's. C++ may stand in a string CPP, called as native("name", ...). A file
+    with a CONTRACT and MODULES of its own is judged against --model's code in fp64.
     Exit 0 all green, 1 a rule is broken, 3 void, or a new contract that a person must accept.
     """
     from ...kernels.errors import UsageError
@@ -61,7 +66,7 @@ def verify(
 
     with stages() as progress:
         report = verify_kernel(
-            file, contract, quick=quick, allow_missing=waived, progress=progress
+            file, contract, model=model, quick=quick, allow_missing=waived, progress=progress
         )
     return Answer(document=report, text=verification_text(report), exit_code=report.exit_code)
 

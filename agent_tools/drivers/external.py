@@ -36,6 +36,8 @@ SERVER = "zero-mismatch"
 PLUGIN = Path(__file__).parents[2] / "skill"
 WAIT_AFTER_KILL = 10.0
 MAX_LINE = 200_000
+SAID = ("passed", "needs-tick", "stopped-early")
+"""Ends of which the judge says more."""
 ENDS = {"error_max_turns": "budget-turns", "error_max_budget_usd": "budget-money"}
 """What ``claude`` calls the end of a budget, and what we call it."""
 
@@ -94,10 +96,11 @@ def run_program(
         spent = _watch(words, workspace, budgets.seconds, began, transcript, told)
     found = (judge or bench.judge)() if told.started else Judgement(passed=False, reason="no run")
     transcript.append("verdict", time.monotonic() - began, found.model_dump())
-    reason = "passed" if found.passed else spent or told.end or "stopped-early"
+    judged = "passed" if found.passed else "needs-tick" if found.waits else ""
+    reason = judged or spent or told.end or "stopped-early"
     outcome = Outcome(
         reason=reason,
-        detail=found.reason if reason in ("passed", "stopped-early") else EXITS[reason][1],
+        detail=(found.waits or found.reason) if reason in SAID else EXITS[reason][1],
         turns=told.turns,
         calls=told.calls,
         tokens=told.usage.total,

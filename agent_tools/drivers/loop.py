@@ -37,6 +37,7 @@ from .transcript import Transcript
 
 EXITS: dict[str, tuple[int, str]] = {
     "passed": (0, "the gates are green"),
+    "needs-tick": (3, "everything is green, and a new contract waits for a person's tick"),
     "stopped-early": (1, "the model stopped while the gates were not green"),
     "no-progress": (1, "several turns in a row brought nothing new"),
     "repeated-call": (1, "the same call was made again and again"),
@@ -70,7 +71,7 @@ class ToolsLostError(ConnectionError):
 
 
 class Judgement(Record):
-    """What the gates say. rule: which rule was broken, where one was.
+    """What the judge says. rule: which rule was broken, where one was.
 
     Judgement(passed=False, reason="C3 is red: 12 of 226 tokens differ")
     """
@@ -78,6 +79,8 @@ class Judgement(Record):
     passed: bool
     reason: str
     rule: str | None = None
+    waits: str | None = None
+    """What a person has to tick; nothing else is missing then."""
     green: int = 0
     """Gates that are green, of ``of``."""
     of: int = 0
@@ -221,6 +224,8 @@ class Run:
         found = await self._judged()
         if found.passed:
             raise _End("passed", found.reason)
+        if found.waits:
+            raise _End("needs-tick", found.waits)
         if self.nudges >= self.job.budgets.nudges:
             raise _End("stopped-early", found.reason)
         self.nudges += 1
@@ -323,8 +328,10 @@ class Run:
     async def _finish(self, reason: str, detail: str) -> Outcome:
         if self.unjudged and reason in FINAL_JUDGEMENT:
             found = await self._judged()
-            if found.passed:
-                reason, detail = "passed", f"{found.reason} (the model itself ended by {reason})"
+            if found.passed or found.waits:
+                ended = f"(the model itself ended by {reason})"
+                reason = "passed" if found.passed else "needs-tick"
+                detail = f"{found.waits or found.reason} {ended}"
         price = self.job.budgets.price
         outcome = Outcome(
             reason=reason,

@@ -2,38 +2,38 @@
 
     bench = Workbench("code:models/heron", Path("runs/heron"))
     bench.server()      # an MCP server with its tools
-    bench.judge()       # the gates, in a process of their own: the only word that counts
+    bench.judge()       # whether the draft is admitted: the only word that counts
 
 The agent writes kernel files into ``draft/kernels`` and nothing else; each is read against the
-rules of ``model_recipes/extension.py`` before it is kept. The model's own code and its README are
-shown as data. Gates that the agent asks for run here and are for its information; the judge runs
-them again in a fresh process, on the draft as it lies on the disk.
+static rules of ``zm verify`` before it is kept. The model's own code and its README are shown as
+data. Verdicts and gates that the agent asks for are for its information. What counts is the patch:
+the draft as it lies on the disk, admitted by ``zm patch`` (:mod:`.admission`), whose verifier and
+gates run in processes of their own.
 """
 
-import json
+import hashlib
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ...kernels.errors import UsageError, ZeroMismatchError
+from ...kernels.errors import UsageError
 from ...kernels.files import replace_whole
+from .admission import Admission
 from .loop import Judgement
 
 if TYPE_CHECKING:
     from mcp.server import MCPServer
 
     from ...model_recipes.models import LoadedModel
+    from ...model_recipes.plan import Plan
     from ..gates import GateReport
     from ..gates.bench import Size
 
 GATES = ("C1", "C3", "C4", "C5", "C6")
-"""What the judge asks: operators, batch, phase, trainer and accuracy, gradient."""
-JUDGE_SECONDS = 1800.0
+"""What a patch is held to: operators, batch, phase, trainer and accuracy, gradient."""
 SHOWN_FILES = ("README.md", "config.json")
 NAME = re.compile(r"[a-z][a-z0-9_]{0,40}")
 MAX_KERNELS = 16
@@ -42,7 +42,7 @@ PAGE = 12_000
 
 @dataclass
 class Workbench:
-    """See the module. size: smaller gates, for tests; gates: which the judge asks."""
+    """See the module. size: smaller gates for the agent; gates: which the patch is held to."""
 
     spec: str
     folder: Path
@@ -50,7 +50,10 @@ class Workbench:
     seed: int = 0
     gates: Sequence[str] = GATES
     size: "Size | None" = None
-    last: "GateReport | None" = field(default=None, init=False)
+    admission: Admission = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.admission = Admission(self)
 
     @property
     def draft(self) -> Path:
@@ -61,6 +64,19 @@ class Workbench:
     def plan(self) -> str:
         """``aligned``, or the draft once it holds a kernel."""
         return str(self.draft) if any((self.draft / "kernels").glob("*.py")) else "aligned"
+
+    def digest(self) -> str:
+        """Of the draft's kernels: what a judgement is about."""
+        total = hashlib.blake2b(digest_size=16)
+        for path in sorted((self.draft / "kernels").glob("*.py")):
+            total.update(f"{path.name}\0".encode() + path.read_bytes() + b"\0")
+        return total.hexdigest()
+
+    def absolute_spec(self) -> str:
+        """The model's name for programs that run in another folder."""
+        prefix = "code:" if self.spec.startswith("code:") else ""
+        place = Path(self.spec.removeprefix(prefix))
+        return f"{prefix}{place.resolve()}" if place.is_dir() else self.spec
 
     @cached_property
     def model(self) -> "LoadedModel":
@@ -100,23 +116,29 @@ class Workbench:
 
     def write_kernel(self, name: str, code: str) -> str:
         """Check a kernel file by its text, and keep it."""
-        from ...model_recipes.extension import violations
+        from ...kernels.entry_points import contract_for, entries_of
+        from ...model_recipes.candidate import OWN_ENTRIES, check, parse_candidate
 
         if not NAME.fullmatch(name):
             raise UsageError(
                 f"{name[:60]!r} is no kernel name; use lower case letters, digits and _"
             )
-        broken = violations(code)
+        source = parse_candidate(Path(f"{name}.py"), code.encode())
+        entries = OWN_ENTRIES
+        if source.serves is not None:
+            contract, _ = contract_for(source.serves)
+            entries = {name: each.parameters for name, each in entries_of(contract).items()}
+        broken = check(source, entries)
         if broken:
             raise UsageError(
                 "refused, nothing was written\n"
-                + "\n".join(f"rule broken: {line}" for line in broken[:10])
+                + "\n".join(f"rule broken: {each.rule}: {each.detail}" for each in broken[:10])
             )
         kept = list((self.draft / "kernels").glob("*.py"))
         if len(kept) >= MAX_KERNELS and not (self.draft / "kernels" / f"{name}.py").exists():
             raise UsageError(f"{MAX_KERNELS} kernels are kept; remove one first")
         replace_whole(self.draft / "kernels" / f"{name}.py", code)
-        return f"kept draft/{name}.py; call inspect, then gates"
+        return f"kept draft/{name}.py; call verify, then gates, then admit"
 
     def remove_kernel(self, name: str) -> str:
         """Remove a kernel of the draft."""
@@ -127,6 +149,32 @@ class Workbench:
             )
         path.unlink()
         return f"removed draft/{name}.py"
+
+    def verify(self, name: str) -> str:
+        """What ``zm verify`` says about a kernel of the draft."""
+        from ...model_recipes.plan import draft_kernels
+        from ..commands.answer import plain_text
+        from ..commands.verify import verification_text
+        from ..verify import verify_kernel
+
+        held = {Path(own.path).stem: own for own in draft_kernels(self.draft)}
+        if name not in held:
+            raise UsageError(f"there is no kernel {name[:60]!r}; there are {', '.join(held)}")
+        own = held[name]
+        found = verify_kernel(
+            self.draft / own.path, own.contract, model=self.absolute_spec(), quick=True
+        )
+        return plain_text(verification_text(found))
+
+    def admit(self) -> str:
+        """Have the draft admitted as a patch; what became of it."""
+        found = self.judge()
+        if found.passed:
+            return f"ADMITTED: {found.reason}"
+        if found.waits:
+            return f"WAITS for a person, and nothing else is missing: {found.waits}"
+        rule = f"rule broken: {found.rule}\n" if found.rule else ""
+        return f"NOT ADMITTED: {found.reason}\n{rule}"
 
     def inspect(self) -> str:
         """Operator classes with their contracts, and what no contract covers."""
@@ -164,48 +212,35 @@ class Workbench:
         return plain_text(divergence_text(found))
 
     def run_gates(self) -> "GateReport":
-        """The judge's gates here, quick, for information."""
+        """The gates here, quick, for information."""
         from ..gates import run_gates
 
         self._load_draft()
-        self.last = run_gates(
+        return run_gates(
             self.model, self.plan, only=list(self.gates), quick=True, seed=self.seed, size=self.size
         )
-        return self.last
+
+    def resolved_plan(self) -> "Plan":
+        """The plan of the draft as it lies on the disk; UncoveredSiteError: what is missing."""
+        from ...model_recipes.apply import find_sites
+        from ...model_recipes.plan import plan_from
+
+        self._load_draft()
+        sites = find_sites(self.model.module)
+        return plan_from(self.plan, sites, self.model.dtype, self.model.device)
 
     def _load_draft(self) -> None:
         from ...model_recipes import extension
+        from ...model_recipes.plan import load_own_kernels
 
         extension.forget()
-        if self.plan != "aligned":
-            extension.load_drafts(self.draft)
+        load_own_kernels(self.plan)
 
     # -- the judge -------------------------------------------------------------------------------
 
     def judge(self) -> Judgement:
-        """The gates in a fresh process, on what lies on the disk."""
-        words = ["gate", self.spec, "--plan", self.plan, "--only", ",".join(self.gates), "--quick",
-                 "--dtype", self.dtype, "--seed", str(self.seed), "--json"]  # fmt: skip
-        start = "from zeromismatch.agent_tools.cli import main; main()"
-        try:
-            done = subprocess.run(
-                [sys.executable, "-c", start, *words], capture_output=True, text=True,
-                timeout=JUDGE_SECONDS, check=False,
-            )  # fmt: skip
-        except subprocess.TimeoutExpired:
-            return Judgement(passed=False, reason=f"the gates took over {JUDGE_SECONDS:.0f} s")
-        return judged(done.stdout, done.returncode)
-
-    def judge_here(self) -> Judgement:
-        """The same question in this process: for models whose kernels were reviewed, and tests."""
-        try:
-            report = self.run_gates()
-        except ZeroMismatchError as error:
-            return Judgement(passed=False, reason=str(error)[:1500])
-        fine = sum(gate.result in ("pass", "not-applicable") for gate in report.gates)
-        return Judgement(
-            passed=report.status == "pass", reason=report.reason, green=fine, of=len(report.gates)
-        )
+        """Whether the draft, as it lies on the disk, is admitted as a patch."""
+        return self.admission.judge()
 
     # -- the server ------------------------------------------------------------------------------
 
@@ -214,20 +249,3 @@ class Workbench:
         from .workbench_server import serve_workbench
 
         return serve_workbench(self)
-
-
-def judged(output: str, code: int) -> Judgement:
-    """What the judging process said, read without trust: exit code and document must agree."""
-    try:
-        document: dict[str, Any] = json.loads(output)
-    except ValueError:
-        return Judgement(passed=False, reason=f"the gates ended with {code} and no document")
-    if "error" in document:
-        return Judgement(passed=False, reason=str(document["error"].get("message"))[:1500])
-    gates = document.get("gates") or []
-    green = bool(gates) and all(gate["result"] in ("pass", "not-applicable") for gate in gates)
-    counted = all(gate["compared"] > 0 for gate in gates if gate["result"] == "pass")
-    passed = code == 0 and document.get("status") == "pass" and green and counted
-    fine = sum(gate["result"] in ("pass", "not-applicable") for gate in gates)
-    reason = str(document.get("reason"))[:1500]
-    return Judgement(passed=passed, reason=reason, green=fine, of=len(gates))

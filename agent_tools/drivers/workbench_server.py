@@ -26,10 +26,14 @@ CONTRACT = {"id": "<op>.<order>.float32.cpu.v1", "op": "<op>", "dtype": "float32
 MODULES = ("ClassName",)          # the module classes it serves
 
 def forward(module, x):           # as the module's own forward; rows in, rows out, any leading axes
+    """Rows in, rows out."""
     ...
 
-<op> is a new name of your own. Gradients come from autograd. Rules: no state, no classes, no
-exceptions caught, no imports but torch, math and zeromismatch.kernels' operators.'''
+<op> is a new name of your own. Gradients come from autograd; module holds the tensors and plain
+attributes of the model's, and nothing that can be called. Rules: no state, no classes, no
+exceptions caught, no imports but torch, math and zeromismatch.kernels' operators.
+A faster kernel for a contract that exists: SERVES = "<contract id>" instead of CONTRACT and
+MODULES, forward and backward with the arguments of the contract's reference.'''
 Text = Annotated[str, Field(max_length=4000)]
 Code = Annotated[str, Field(max_length=100_000)]
 
@@ -61,8 +65,9 @@ def serve_workbench(bench: "Workbench") -> "MCPServer[Any]":
         files = ", ".join(bench.files()) or "none"
         gates = ", ".join(bench.gates)
         return (
-            f"Model {bench.spec}. Make the gates {gates} green under the aligned plan, with "
-            f"kernels of your own for operators that have none. Files: {files}\n\n{FORMAT}"
+            f"Model {bench.spec}. Have a draft admitted: every kernel in it passes the verifier, "
+            f"and the gates {gates} are green under its plan. Write kernels for operators that "
+            f"have none. Files: {files}\n\n{FORMAT}"
         )
 
     @server.tool(annotations=reads)
@@ -88,6 +93,16 @@ def serve_workbench(bench: "Workbench") -> "MCPServer[Any]":
         from ..commands.gate import gate_text
 
         return told(lambda: plain_text(gate_text(bench.run_gates())))
+
+    @server.tool(annotations=reads)
+    def verify(name: Text) -> str:
+        """Judge draft/<name>.py: bits, accuracy against fp64, gradients, in a confined process."""
+        return told(lambda: bench.verify(name))
+
+    @server.tool(annotations=writes)
+    def admit() -> str:
+        """Have the draft admitted as a patch: repro, verifier and gates decide. Takes minutes."""
+        return told(bench.admit)
 
     @server.tool(annotations=reads)
     def playbook(name: Text = "day-0") -> str:

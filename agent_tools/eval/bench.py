@@ -3,9 +3,10 @@
     report = evaluate(Path("runs/eval"), None, None)      # the autopilot
     report.solved, report.markdown()
 
-Each task gets a folder of its own with the model's code and nothing about its solution; the gates
-judge in a process of their own. A driver that can read this machine's files (``claude``, ``codex``)
-is refused where the reference solutions lie on it, since it could simply read them.
+Each task gets a folder of its own with the model's code and nothing about its solution; it is
+solved when the draft is admitted as a patch, or waits for a person's tick alone. A driver that can
+read this machine's files (``claude``, ``codex``) is refused where the reference solutions lie on
+it, since it could simply read them.
 """
 
 import time
@@ -23,6 +24,8 @@ from .tasks import Task, task, tasks
 
 SOLUTIONS = Path(__file__).resolve().parents[2] / "tests" / "agent_tools" / "eval" / "solutions"
 READS_FILES = ("claude", "codex")
+SOLVED = ("passed", "needs-tick")
+"""Everything is green; where a contract is new, a person would read and tick it now."""
 PROBES = (("paged:decode", "paged:alone"), ("paged:mixed", "packed:packed"))
 Progress = Callable[[str], None]
 
@@ -87,7 +90,7 @@ def evaluate(
     only: Sequence[str] | None = None, progress: Progress = lambda stage: None,
     judge: Callable[[Workbench], Judgement] = Workbench.judge,
 ) -> BenchReport:  # fmt: skip
-    """Score ``agent`` (None: the autopilot) on the tasks. judge: who asks the gates."""
+    """Score ``agent`` (None: the autopilot) on the tasks. judge: whether a draft is admitted."""
     chosen = tasks() if only is None else tuple(task(name) for name in only)
     if agent is not None and agent.name in READS_FILES and SOLUTIONS.exists():
         raise CapabilityError(
@@ -111,9 +114,9 @@ def _score(
     if agent is None:
         ended = _autopilot(bench, judge, progress)
         seconds = time.monotonic() - began
-        reason = "passed" if ended.passed else "stuck"
+        reason = "passed" if ended.passed else "needs-tick" if ended.waits else "stuck"
         return Score(
-            task=each.name, title=each.title, kind=each.kind, solved=ended.passed,
+            task=each.name, title=each.title, kind=each.kind, solved=reason in SOLVED,
             reason=reason, detail=ended.reason, green=ended.green,
             of=ended.of or len(bench.gates), seconds=seconds,
         )  # fmt: skip
@@ -128,7 +131,7 @@ def _score(
     last = heard[-1] if heard else Judgement(passed=False, reason="the gates were never asked")
     return Score(
         task=each.name, title=each.title, kind=each.kind,
-        solved=outcome.reason == "passed", reason=outcome.reason, detail=outcome.detail,
+        solved=outcome.reason in SOLVED, reason=outcome.reason, detail=outcome.detail,
         green=last.green, of=last.of or len(bench.gates), seconds=outcome.seconds,
         turns=outcome.turns, calls=outcome.calls, tokens=outcome.tokens, money=outcome.money,
     )  # fmt: skip

@@ -187,6 +187,28 @@ OPERATIONS = {
             limit_seconds=14400.0,
         ),
         Operation(
+            name="recipe_pr", title="A branch and a text for the reviewer; never pushes",
+            function="commands.recipe_pr:pr", result="recipe_pr:PullRequest", folder=True,
+            read_only=False, limit_seconds=300.0,
+        ),
+        Operation(
+            name="train", title="Train on a recipe that is green here",
+            function="commands.train:train", result="training:Training", folder=True,
+            withheld=("config", "resume"), limit_seconds=28800.0,
+        ),
+        Operation(
+            name="study", title="Train under every loss, side by side",
+            function="commands.study:study", result="study:Study", folder=True,
+            limit_seconds=28800.0,
+        ),
+        Operation(
+            name="eval_agent", title="Score the autopilot on the day-0 tasks",
+            function="commands.agent:evaluate", result="eval.bench:BenchReport", folder=True,
+            withheld=("agent", "agent_model", "base_url", "max_turns", "max_tokens",
+                      "max_minutes", "max_money", "price", "waive_money"),
+            limit_seconds=14400.0,
+        ),
+        Operation(
             name="report", title="Draw a run's HTML page again",
             function="commands.project:report", result="jobs.documents:Drawn", quick=True,
             read_only=False,

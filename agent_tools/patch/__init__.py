@@ -9,7 +9,7 @@ branch. The user's checkout, index and branches are never touched, so a crash le
 repair. ``zm patch propose / apply / revert`` are these functions.
 """
 
-from .patch import apply_patch, propose_patch, revert_patch
+from .patch import apply_patch, propose_patch, read_report, revert_patch
 from .records import PatchReport
 
-__all__ = ["PatchReport", "apply_patch", "propose_patch", "revert_patch"]
+__all__ = ["PatchReport", "apply_patch", "propose_patch", "read_report", "revert_patch"]

@@ -21,6 +21,7 @@ from .journal import Journal
 from .kernels import kernels_of, operators_of
 from .records import Check, PatchReport, Refusal
 from .repository import Repository, locked
+from .reviews import Reviews
 from .trial import FASTER, Trial, faster, reference_files
 
 Progress = Callable[[str], None]
@@ -85,7 +86,8 @@ def apply_patch(
     repro: a repro script that must turn from mismatch (1) to equal (0). kernels: (file in the
     patch, contract id) pairs for the verifier; by default those that the patch's recipes name.
     gates: a gates.json whose green gates must stay green. reviewed: new contract ids that a
-    person ticked. quick: short verification and sweeps.
+    person ticked; without it the report is ``waiting`` and nothing is kept. quick: short
+    verification and sweeps.
     """
     began = time.monotonic()
     run = run.absolute()
@@ -105,6 +107,7 @@ def apply_patch(
             attempt = _Attempt(
                 repo=repo, run=run, tree=tree, diff=diff, report=report, asked=asked,
                 trial=Trial(run=run, tree=tree, progress=progress), journal=journal,
+                reviews=Reviews(repo=repo, tree=tree, reviewed=asked.reviewed),
             )  # fmt: skip
             report = attempt.decide()
         finally:
@@ -168,10 +171,9 @@ class _Attempt:
     asked: _Asked
     trial: Trial
     journal: Journal
+    reviews: Reviews
     checks: list[Check] = field(default_factory=list[Check])
-    review: list[str] = field(default_factory=list[str])
     fast: bool = False
-
     def decide(self) -> PatchReport:
         """Every condition in turn; the first that fails refuses the patch."""
         try:
@@ -181,7 +183,7 @@ class _Attempt:
         except ZeroMismatchError as error:
             refusals = (Refusal(rule="malformed", detail=str(error)),)
         else:
-            return self._admit()
+            return self._wait() if self.reviews.waiting else self._admit()
         return self._report("refused", _refused(refusals), refusals=refusals)
 
     def _try(self) -> None:
@@ -206,6 +208,7 @@ class _Attempt:
             detail = f"without a repro, a kernel must be {FASTER} times as fast as what it replaces"
             raise _RefusedError("no-gain", detail)
         self._regress(self.asked.gates)
+        self.reviews.forget()
         touched = self.repo.dirty(self.tree)
         if touched:
             raise _RefusedError("outside", "something wrote into the worktree", touched[0])
@@ -236,23 +239,23 @@ class _Attempt:
         found, refusals = kernels_of(self.tree, paths, self.asked.kernels)
         if refusals:
             raise _RefusedError(refusals[0].rule, refusals[0].detail, refusals[0].path)
-        for path, contract in found:
+        for each in found:
+            path, contract = each.path, each.contract
             if path not in paths:
                 raise _RefusedError("kernel", "the patch does not change this file", path)
             self.trial.progress(f"verifying {path}")
-            verdict = verify_kernel(self.tree / path, contract, quick=self.asked.quick)
-            ticked = verdict.status == "needs-review" and contract in self.asked.reviewed
-            good = verdict.status == "pass" or ticked
-            name = Path(path).name
+            verdict = verify_kernel(
+                self.tree / path, contract, model=each.model, quick=self.asked.quick
+            )
             text = verdict.model_dump_json(indent=2) + "\n"
-            replace_whole(self.run / f"verify-{name}.json", text)
+            replace_whole(self.run / f"verify-{Path(path).name}.json", text)
+            good = verdict.status in ("pass", "needs-review")
             self._check("verify", good, f"{path}: {verdict.reason}", f"zm verify {path}")
-            self.review += [entry for entry in verdict.needs_review if not ticked]
-            if verdict.status == "needs-review" and not ticked:
-                raise _RefusedError("review", f"{contract}: {verdict.needs_review[0]}", path)
             if not good:
                 raise _RefusedError("verify", verdict.reason, path)
             self.fast = self.fast or faster(verdict)
+            if verdict.status == "needs-review":
+                self.reviews.ask(each, verdict)
 
     def _contracts(self, before: dict[str, dict[str, object]]) -> None:
         after = self.trial.contracts("after")
@@ -262,14 +265,14 @@ class _Attempt:
         if changed:
             raise _RefusedError("contracts", f"contract {changed[0]} is no longer what it was")
         if new:
-            self.review.append(f"new contract {new[0]}")
+            self.reviews.told.append(f"new contract {new[0]}")
             raise _RefusedError("review", f"new contract {new[0]} waits for a person's tick")
 
     def _certify(self, paths: Sequence[str]) -> None:
         touched = operators_of(paths)
         if not touched:
             return
-        self.review.append(f"changes the project's own code: {', '.join(paths)[:200]}")
+        self.reviews.told.append(f"changes the project's own code: {', '.join(paths)[:200]}")
         code, said = self.trial.certify(touched)
         self._check("verify", code == 0, f"certifying sweep of {len(touched)} contracts: {said}")
         if code != 0:
@@ -280,6 +283,17 @@ class _Attempt:
         self._check("regress", code == 0, reason, command)
         if code != 0:
             raise _RefusedError("regress", reason)
+
+    def _wait(self) -> PatchReport:
+        """Everything is green, and a person decides."""
+        waiting = self.reviews.waiting
+        ids = ", ".join(waiting)
+        reason = (
+            f"every condition is met but one: {ids} waits for a person's tick; read the kernel, "
+            f"then repeat `zm patch apply` with --reviewed {' --reviewed '.join(waiting)}"
+        )
+        self.checks.append(Check(name="review", status="not-run", detail=f"{ids} is not ticked"))
+        return self._report("waiting", reason)
 
     def _admit(self) -> PatchReport:
         """One commit in the worktree, then one reference update: the only lasting step."""
@@ -300,9 +314,14 @@ class _Attempt:
     ) -> PatchReport:
         changed = {
             "status": status, "reason": reason, "refusals": refusals,
-            "checks": tuple(self.checks), "needs_review": tuple(self.review),
+            "checks": tuple(self.checks), "needs_review": tuple(self.reviews.told),
         }  # fmt: skip
         return self.report.model_copy(update=changed)
+
+
+def read_report(run: Path) -> PatchReport:
+    """Where the patch of a run stands."""
+    return _read(run)[0]
 
 
 def _read(run: Path) -> tuple[PatchReport, str, Repository]:
@@ -319,7 +338,7 @@ def _read(run: Path) -> tuple[PatchReport, str, Repository]:
 
 def _settled(run: Path, report: PatchReport, repo: Repository) -> PatchReport:
     """The report, or the one that a crash kept from being stored: the branch decides."""
-    if report.status == "proposed" and (run / ADMITTED).is_file():
+    if report.status in ("proposed", "waiting") and (run / ADMITTED).is_file():
         admitted = PatchReport.model_validate_json((run / ADMITTED).read_text())
         if admitted.branch and repo.branch_exists(admitted.branch) == admitted.commit:
             return _stored(run, admitted)
@@ -328,7 +347,7 @@ def _settled(run: Path, report: PatchReport, repo: Repository) -> PatchReport:
 
 def _proposed(run: Path) -> tuple[PatchReport, str, Repository]:
     report, diff, repo = _read(run)
-    if report.status not in ("proposed", "refused") or policy.text_refusals(diff):
+    if report.status not in ("proposed", "waiting", "refused") or policy.text_refusals(diff):
         raise UsageError(f"{run.name} is {report.status}; propose the patch again as another run")
     if _digest(diff) != report.digest:
         raise UsageError(f"{run / DIFF} was edited since it was proposed; propose it again")

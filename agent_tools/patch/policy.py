@@ -47,6 +47,7 @@ DENIED = {
     "tests/**": "tests are not patched to pass",
     "agent_tools/**": "gates, verifier and localizer judge the patch",
     "trainer/**": "engines produce what the gates compare",
+    "model_recipes/*/*/ticks.yaml": "a person ticks contracts, no patch does",
     "model_recipes/*.py": "it decides how a plan is applied",
     "src/**": "it is how the package is found",
     "skill/**": "it instructs agents",

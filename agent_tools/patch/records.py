@@ -13,8 +13,11 @@ from pydantic import Field
 
 from ..records import Record
 
-PatchStatus = Literal["proposed", "admitted", "refused", "reverted"]
-EXIT_CODES: dict[PatchStatus, int] = {"proposed": 0, "admitted": 0, "refused": 1, "reverted": 0}
+PatchStatus = Literal["proposed", "waiting", "admitted", "refused", "reverted"]
+"""``waiting``: every condition is met but a person's tick for a new contract."""
+EXIT_CODES: dict[PatchStatus, int] = {
+    "proposed": 0, "waiting": 3, "admitted": 0, "refused": 1, "reverted": 0,
+}  # fmt: skip
 
 
 class Refusal(Record):

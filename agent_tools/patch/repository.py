@@ -104,6 +104,28 @@ class Repository:
             )  # fmt: skip
         return _changes(raw), _lines(counted)
 
+    def diff_to(self, base: str, folder: Path) -> str:
+        """The diff from ``base`` to what lies in ``folder``, by way of an index of its own."""
+        with tempfile.TemporaryDirectory(prefix="zm-index-") as scratch:
+            environment = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
+            self.run("read-tree", base, environment=environment)
+            words = (f"--work-tree={folder.resolve()}", "add", "--all", "--force", ".")
+            place = {**environment, "GIT_DIR": str(self.root / ".git")}
+            self.run(*words, folder=folder, environment=place)
+            return self.run("diff-index", "--cached", "-p", base, environment=environment)
+
+    def add(self, folder: Path, path: str) -> None:
+        """Put one file of a worktree into its index."""
+        self.run("add", "--force", "--", path, folder=folder)
+
+    def export(self, commit: str, path: str, folder: Path) -> None:
+        """Write the files below ``path`` of a commit into ``folder``."""
+        listed = self.run("ls-tree", "-r", "-z", "--name-only", commit, "--", f"{path}/")
+        for name in filter(None, listed.split("\0")):
+            target = folder / Path(name).relative_to(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(self.run("show", f"{commit}:{name}"))
+
     def add_worktree(self, folder: Path, base: str) -> None:
         """A detached checkout of ``base`` in ``folder``."""
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -141,6 +163,15 @@ class Repository:
     def delete_branch(self, branch: str, commit: str) -> None:
         """Delete a branch that still points at ``commit``."""
         self.run("update-ref", "-d", f"refs/heads/{branch}", commit)
+
+
+def initialised(folder: Path, message: str) -> Repository:
+    """A new repository in ``folder`` whose first commit is what lies there."""
+    _git().Repo.init(folder, initial_branch="main").close()
+    repo = Repository(folder)
+    repo.run("add", "--all", "--force", ".", folder=folder)
+    repo.run("commit", "--quiet", "--no-verify", "-m", message, folder=folder)
+    return repo
 
 
 def _changes(raw: str) -> list[RawChange]:

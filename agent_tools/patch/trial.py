@@ -28,6 +28,8 @@ from ..verify.records import Verification
 Progress = Callable[[str], None]
 REPRO_SECONDS, LIST_SECONDS, REGRESS_SECONDS = 300, 300, 3600
 FASTER = 1.05
+AFTER = "gates"
+"""Where in the run's ``out`` the gates' report on the patched tree lies."""
 MAIN = "import sys; from zeromismatch.agent_tools.cli import run; sys.exit(run(sys.argv[1:]))"
 
 
@@ -144,7 +146,9 @@ class Trial:
     def regress(self, gates: Path) -> tuple[int, str, str]:
         """(exit code, reason, command) of ``zm regress`` in the worktree."""
         self.progress("gates again")
-        words = ("regress", str(gates.resolve()), "--json")
+        after = self.run / "out" / AFTER
+        shutil.rmtree(after, ignore_errors=True)
+        words = ("regress", str(gates.resolve()), "--out", str(after), "--json")
         done = self.zm("regress", *words, seconds=REGRESS_SECONDS)
         command = shlex.join(["zm", "regress", str(gates)])
         try:

@@ -4,14 +4,20 @@ The branch begins at HEAD and holds the recipe's folder under ``model_recipes/<o
 first its kernels and regressions, then the recipe. It is made in a worktree of its own and appears
 in one step, so that a crash leaves no branch; checkout, index and other branches are never touched.
 Nothing is pushed or merged. Without a green gate report the body says so in its first lines.
+
+Given the run of an admitted patch instead of a recipe's folder, it takes the recipe from the
+patch's commit and the gates that admitted it: what was judged is what a person reviews.
 """
 
 import re
 import shutil
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 
 from ...kernels.errors import RecipeError, UsageError
+from ...model_recipes import ticks
+from ...model_recipes.own_kernels import is_registered
 from ...model_recipes.schema import FILE, Recipe, load_recipe
 from ..gates import GateReport, read_gates
 from ..patch.repository import Repository
@@ -19,7 +25,7 @@ from ..records import Record
 from ..report import write_whole
 
 TEMPLATE = Path(__file__).parents[1] / "templates" / "pr_body.md.j2"
-KEPT = ("*.md", FILE, "kernels/*.py", "regressions/*.py", "regressions/*.json",
+KEPT = ("*.md", FILE, ticks.FILE, "kernels/*.py", "regressions/*.py", "regressions/*.json",
         "regressions/*.safetensors")  # fmt: skip
 TRAILER = "Assisted-by: zero-mismatch"
 BODY = "PR.md"
@@ -47,6 +53,8 @@ def make_pr(
 ) -> PullRequest:  # fmt: skip
     """Make the branch and write the body; UsageError or RecipeError before anything is made."""
     folder = recipe if recipe.is_dir() else recipe.parent
+    if (folder / "patch.json").is_file():
+        folder, gates = _of_patch(folder, gates)
     loaded = load_recipe(folder)
     report = _gates(loaded, gates or _beside(folder))
     place = place_of(loaded)
@@ -58,7 +66,10 @@ def make_pr(
         raise UsageError(f"branch {name} exists; review that one, or give another --branch")
     files = kept_files(folder)
     base = repo.commit_of("HEAD")
-    text = body_text(loaded, report, place=place, files=files, base=base, driver=driver)
+    waiting = {own.contract for own in ticks.unticked(loaded, folder)}
+    text = body_text(
+        loaded, report, place=place, files=files, base=base, driver=driver, waiting=waiting
+    )
     commits = _commit(repo, base, folder, place, files, loaded)
     body = write_whole(out or folder.parent / BODY, text)
     repo.make_branch(name, commits[-1])
@@ -70,6 +81,24 @@ def make_pr(
         body=str(body),
         gates="none" if report is None else report.status,
     )
+
+
+def _of_patch(run: Path, gates: Path | None) -> tuple[Path, Path | None]:
+    """(the recipe of an admitted patch, written beside it; the gates that admitted it)."""
+    from ..patch import read_report
+    from ..patch.trial import AFTER
+
+    report = read_report(run)
+    if report.status != "admitted" or report.commit is None:
+        raise UsageError(f"{run.name} is {report.status}, not admitted: {report.reason}")
+    places = {str(Path(file.path).parent) for file in report.files if file.path.endswith(FILE)}
+    if len(places) != 1:
+        raise UsageError(f"{run.name} changes {len(places)} recipes; give the folder of one")
+    target = run / "admitted"
+    shutil.rmtree(target, ignore_errors=True)
+    repo = Repository(Path((run / "repository").read_text()))
+    repo.export(report.commit, places.pop(), target)
+    return target, gates or run / "out" / AFTER
 
 
 def place_of(recipe: Recipe) -> Path:
@@ -155,9 +184,9 @@ def _message(recipe: Recipe, what: str) -> str:
 
 def body_text(
     recipe: Recipe, report: GateReport | None, *, place: Path, files: tuple[str, ...], base: str,
-    driver: str,
+    driver: str, waiting: Collection[str] = (),
 ) -> str:  # fmt: skip
-    """The body of the pull request."""
+    """The body of the pull request. waiting: contracts that no person has ticked."""
     from jinja2 import Environment, StrictUndefined
 
     def cell(text: object) -> str:
@@ -176,4 +205,6 @@ def body_text(
         files=files,
         base=base,
         driver=driver,
+        waiting=waiting,
+        registered=[own.contract for own in recipe.kernels if is_registered(own.contract)],
     )

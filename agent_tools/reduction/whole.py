@@ -169,6 +169,7 @@ def write_whole_repro(
         sides, depth, reduced = (left, right), None, []
     else:
         shrinking = _Shrinking(model, (left, right), plan, fault, began + seconds)
+        shrinking.keeps_depth = place is not None  # a recipe is for the whole model
         progress("shrinking flags, depth, requests and tokens")
         named, kept = shrinking.run(list(requests))
         sides, depth, reduced = shrinking.sides, shrinking.depth, shrinking.reduced
@@ -178,8 +179,8 @@ def write_whole_repro(
         claim=f"{sides[0]} against {sides[1]} on {model.spec}: {named}"
         + (f" (planted: {FAULTS[fault].line})" if fault else ""),
         model=model.spec, dtype=dtype_name(model.dtype), seed=seed,  # pyright: ignore
-        depth=depth, sides=(str(sides[0]), str(sides[1])), plan=plan, named=named, fault=fault,
-        status=status,
+        depth=depth, sides=(str(sides[0]), str(sides[1])), named=named, fault=fault, status=status,
+        plan=place or (plan if isinstance(plan, str) else plan.name),
         requests=tuple(
             StoredRequest(id=r.id, tokens=r.tokens, sampled_mask=r.sampled_mask,
                           temperature=r.sampling.temperature)
@@ -212,7 +213,7 @@ class _Shrinking:
         until: float,
     ) -> None:  # fmt: skip
         self.model, self.sides, self.plan, self.fault = model, sides, plan, fault
-        self.until = until
+        self.until, self.keeps_depth = until, False
         self.tried = 0
         self.depth: int | None = None
         self.reduced: list[str] = []
@@ -236,10 +237,10 @@ class _Shrinking:
                 "both sides give equal bits on these requests, so there is nothing to reproduce; "
                 "run `zm localize` again"
             )
-        self._flags(requests, named)
-        self._depth(requests, named)
         if named.startswith(UNCOVERED):
             return named, requests  # fewer tokens would say less once it runs
+        self._flags(requests, named)
+        self._depth(requests, named)
         kept = minimise(
             list(range(len(requests))),
             lambda chosen: self._same([requests[i] for i in chosen], named), self.spent,
@@ -276,7 +277,7 @@ class _Shrinking:
         whole, layers = self.model, getattr(getattr(self.model.module, "model", None), "layers", ())
         found = LAYER.search(named)
         depth = int(found[1]) + 1 if found else 1
-        if self.spent() or depth >= len(layers):
+        if self.keeps_depth or self.spent() or depth >= len(layers):
             return
         self.model, self.depth = shallow(whole, depth), depth
         if self._same(requests, named):

@@ -19,6 +19,7 @@ from ..jobs.store import JOBS
 PLACES = ("model", "plan")
 """Texts that may be the name of a folder or file."""
 SIDES = ("left", "right")
+TASK = "task"
 FILE_PAIRS = "kernel"
 """A list of FILE=ID."""
 BUILT_HERE = "tiny:"
@@ -46,6 +47,11 @@ def confined(operation: Operation, arguments: Mapping[str, Any], workspace: Path
                     "has to move the model out of runs/ first"
                 )
             value = prefix + (relative if Path(place).is_absolute() else place)
+        elif isinstance(value, str) and name == TASK and ":" in value:
+            raise UsageError(
+                f"{value[:200]!r} would run a function of somebody's module; use even, gym/DATASET "
+                "or tool/DATASET, or ask a person to run it"
+            )
         elif isinstance(value, str) and name in SIDES:
             _, colon, schedule = value.partition(":")
             if colon and schedule:

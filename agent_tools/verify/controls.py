@@ -15,7 +15,8 @@ from torch import Tensor
 from ...kernels import bits
 from ...kernels.entry_points import Entry
 from .calls import Broken, Call, ask, compare
-from .judge import Accuracy, Gradients
+from .formulas import Formula
+from .judge import Accuracy, Gradients, Wanted
 from .records import Control, Isolation
 from .watch import Nursery, StoppedError, Worker
 
@@ -77,10 +78,10 @@ def stale_kernel(worker: Worker, calls: Sequence[Call], *, pattern: str) -> Cont
 
 
 def cut_mantissa(
-    op: str, device: str, answers: Sequence[tuple[Sequence[Any], Sequence[Tensor]]]
+    formula: Formula, answers: Sequence[tuple[Sequence[Any], Sequence[Tensor]]]
 ) -> Control:
     """The candidate's own answers with about half of their mantissa."""
-    judged = Accuracy(op=op, device=device)
+    judged = Accuracy(formula=formula)
     for arguments, outputs in answers:
         judged.add(arguments, [_cut(each) for each in outputs])
     red = judged.answer().status == "fail"
@@ -98,10 +99,11 @@ def _cut(tensor: Tensor) -> Tensor:
 
 
 def zero_gradient(
-    answers: Sequence[tuple[Entry, Sequence[Any], Sequence[Tensor]]],
+    wanted: Wanted, answers: Sequence[tuple[Entry, Sequence[Any], Sequence[Tensor]]]
 ) -> Control:
     """Backwards that are all zero, as a detached graph gives."""
-    judged = Gradients(names=tuple(dict.fromkeys(entry.name for entry, _, _ in answers)))
+    names = tuple(dict.fromkeys(entry.name for entry, _, _ in answers))
+    judged = Gradients(names=names, wanted=wanted)
     for entry, arguments, outputs in answers:
         judged.add(entry, arguments, [torch.zeros_like(each) for each in outputs])
     red = judged.answer().status == "fail"

@@ -37,11 +37,23 @@ def _rmsnorm(
     return y if residual is None else (y, s)
 
 
+def _rmsnorm_wide(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> Any:
+    s = x if residual is None else x + residual
+    at = torch.float64 if s.dtype == torch.float64 else torch.float32
+    y = functional.rms_norm(s.to(at), (s.shape[-1],), weight.to(at), eps).to(s.dtype)
+    return y if residual is None else (y, s)
+
+
 def _linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     y = functional.linear(x, weight, bias)
     return y if out_dtype is None or x.dtype == torch.float64 else y.to(out_dtype)
+
+
+def _router(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return functional.linear(x, weight, bias).to(wide)
 
 
 def _logprob(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -119,8 +131,35 @@ def _packed(
     )
 
 
+def _topk_weights(
+    logits: Tensor, chosen: Tensor, sigmoid: bool, normed: bool, eps: float, scale: float
+) -> Tensor:
+    scores = torch.sigmoid(logits) if sigmoid else torch.softmax(logits, dim=-1)
+    picked = scores.gather(1, chosen)
+    return scale * (picked / (picked.sum(dim=1, keepdim=True) + eps) if normed else picked)
+
+
+def _grouped_linear(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
+    tokens, top_k = chosen.shape
+    slots = x[:, None].expand(tokens, top_k, x.shape[-1]) if x.dim() == 2 else x
+    products = [
+        torch.where((chosen == expert)[..., None], slots, 0.0) @ weight[expert].T
+        for expert in range(weight.shape[0])
+    ]
+    return torch.stack(products).sum(dim=0)
+
+
+def _combine(y: Tensor, weights: Tensor) -> Tensor:
+    return torch.einsum("tkh,tk->th", y.to(weights.dtype), weights).to(y.dtype)
+
+
 FORMULAS: dict[str, Formula] = {
     "rmsnorm": Formula(run=_rmsnorm, differentiable=(0, 1, 4)),
+    "rmsnorm_wide": Formula(run=_rmsnorm_wide, differentiable=(0, 1, 3)),
+    "router": Formula(run=_router, differentiable=(0, 1, 2)),
+    "topk_weights": Formula(run=_topk_weights, differentiable=(0,)),
+    "grouped_linear": Formula(run=_grouped_linear, differentiable=(0, 2)),
+    "combine": Formula(run=_combine, differentiable=(0, 1)),
     "linear": Formula(run=_linear, differentiable=(0, 1, 2)),
     "lm_head": Formula(run=_linear, differentiable=(0, 1, 2)),
     "embedding": Formula(run=lambda ids, weight: weight[ids], differentiable=(1,)),
@@ -166,6 +205,14 @@ def wanted(op: str, arguments: Sequence[Any]) -> list[Tensor | None] | None:
             own = [s, weight, eps, unit, None]
             dx, dw = (_autograd(_rmsnorm, own, dy, at) for at in (0, 1))
             return [dx if ds is None else dx + ds, dw if initial is None else dw + initial]
+        case "rmsnorm_wide_grad":
+            dy, s, weight, eps, ds, initial = full
+            dx, dw = (_autograd(_rmsnorm_wide, [s, weight, eps], dy, at) for at in (0, 1))
+            return [dx if ds is None else dx + ds, dw if initial is None else dw + initial]
+        case "grouped_linear_grad":
+            own = list(full[1:4])
+            dx, dw = (_autograd(_grouped_linear, own, full[0], at) for at in (0, 2))
+            return [dx, dw if full[4] is None else dw + full[4]]
         case "linear_grad_input":
             return [full[0] @ full[1]]
         case "linear_grad_weight":

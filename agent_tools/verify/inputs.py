@@ -11,148 +11,104 @@ here use their certification cases with secret data (:func:`has_own_shapes` says
 Legend: T rows, K inputs, N outputs, H width, V vocabulary, D head size.
 """
 
-import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from ...kernels import adversarial, cases_attention, certify
+from ...kernels import cases_attention, certify
 from ...kernels.contract import Contract
 from ...kernels.dispatch import reference
 from ...kernels.trial import Case
+from . import inputs_moe as inputs_moe  # registers its makers
+from .draw import MAKERS, Draw, Maker, case_of, maker
 
 ROWS = (1, 7, 8, 9, 127, 128, 129, 255, 256, 257, 4096, 4097)
 QUICK_ROWS = (1, 9, 129, 257)
 PAGE = cases_attention.PAGE
-AREA = 12_288
-"""Elements of an output: rows times columns, about."""
-
-Maker = Callable[["Draw", int], Case]
-_MAKERS: dict[str, Maker] = {}
 
 
-class Draw:
-    """A contract's dtype and device, and a stream of secret sizes and data."""
-
-    def __init__(self, contract: Contract, seed: int) -> None:
-        self.contract = contract
-        self.random = random.Random(seed)
-        self.dtype: torch.dtype = getattr(torch, contract.dtype)
-        self.device = "cpu" if contract.device == "cpu" else "cuda"
-
-    def size(self, low: int, high: int, num_rows: int = 1) -> int:
-        """A size between low and high, smaller where there are many rows."""
-        high = max(low, min(high, AREA // num_rows))
-        return self.random.randint(low, high)
-
-    def rows(
-        self, num_rows: int, width: int, *, scale: float = 1.0, kind: str | None = None
-    ) -> Tensor:
-        """Adversarial ``[num_rows, width]`` in the contract's dtype."""
-        return adversarial.rows(
-            num_rows, width, seed=self.random.getrandbits(60), dtype=self.dtype,
-            device=self.device, scale=scale, kind=kind,
-        )  # fmt: skip
-
-    def vector(self, width: int, *, scale: float = 1.0) -> Tensor:
-        """Plain ``[width]``."""
-        return self.rows(1, width, scale=scale, kind="plain")[0]
-
-    def integers(self, num: int, high: int) -> Tensor:
-        """int64 in ``[0, high)``."""
-        seed = self.random.getrandbits(60)
-        return adversarial.integers((num,), high, seed=seed, device=self.device)
-
-    def uniform(self, num: int, low: float, high: float) -> Tensor:
-        """fp32 ``[num]``, whatever the contract's dtype."""
-        generator = torch.Generator().manual_seed(self.random.getrandbits(60))
-        return (torch.rand(num, generator=generator) * (high - low) + low).to(self.device)
-
-    def maybe(self, value: Any) -> Any:
-        """The value, or None, at random."""
-        return value if self.random.random() < 0.5 else None
-
-
-def _maker(*names: str) -> Callable[[Maker], Maker]:
-    def register(maker: Maker) -> Maker:
-        for name in names:
-            _MAKERS[name] = maker
-        return maker
-
-    return register
-
-
-def _case(what: str, *arguments: Any, rows: tuple[int, ...] = ()) -> Case:
-    return Case(label=what, arguments=arguments, rows=rows)
-
-
-@_maker("rmsnorm")
+@maker("rmsnorm")
 def _rmsnorm(draw: Draw, t: int) -> Case:
     h = draw.size(2, 700, t)
     residual = draw.maybe(draw.rows(t, h))
     eps = draw.random.choice((1e-5, 1e-6, 3e-5))
     arguments = (draw.rows(t, h), draw.vector(h), eps, draw.random.random() < 0.4, residual)
-    return _case(
+    return case_of(
         f"rows {t}, width {h}", *arguments, rows=(0,) if residual is None else (0, 4)
     )
 
 
-@_maker("rmsnorm_grad")
+@maker("rmsnorm_grad")
 def _rmsnorm_grad(draw: Draw, t: int) -> Case:
     h = draw.size(2, 400, t)
     dy, s, ds = (draw.rows(t, h) for _ in range(3))
     initial = draw.maybe(draw.rows(1, h)[0].float())
     unit = draw.random.random() < 0.4
-    return _case(
+    return case_of(
         f"rows {t}, width {h}", dy, s, draw.vector(h), 1e-5, unit, draw.maybe(ds), initial
     )
 
 
-@_maker("linear", "lm_head")
+@maker("rmsnorm_wide")
+def _rmsnorm_wide(draw: Draw, t: int) -> Case:
+    h, residual = draw.size(2, 700, t), None
+    residual = draw.maybe(draw.rows(t, h))
+    arguments = (draw.rows(t, h), draw.vector(h), draw.random.choice((1e-5, 1e-6)), residual)
+    return case_of(f"rows {t}, width {h}", *arguments, rows=(0,) if residual is None else (0, 3))
+
+
+@maker("rmsnorm_wide_grad")
+def _rmsnorm_wide_grad(draw: Draw, t: int) -> Case:
+    h = draw.size(2, 400, t)
+    dy, s, ds = (draw.rows(t, h) for _ in range(3))
+    initial = draw.maybe(draw.rows(1, h)[0].float())
+    return case_of(f"rows {t}, width {h}", dy, s, draw.vector(h), 1e-5, draw.maybe(ds), initial)
+
+
+@maker("linear", "lm_head", "router")
 def _linear(draw: Draw, t: int) -> Case:
     k, n = draw.size(2, 700, 1), draw.size(2, 140, t)
     x, weight = draw.rows(t, k), draw.rows(n, k, scale=0.1)
     bias = draw.maybe(draw.vector(n))
-    rounding = () if draw.contract.op == "lm_head" else (draw.maybe(torch.float32),)
-    return _case(f"rows {t}, {k} to {n}", x, weight, bias, *rounding, rows=(0,))
+    rounding = () if draw.contract.op != "linear" else (draw.maybe(torch.float32),)
+    return case_of(f"rows {t}, {k} to {n}", x, weight, bias, *rounding, rows=(0,))
 
 
-@_maker("linear_grad_input")
+@maker("linear_grad_input")
 def _grad_input(draw: Draw, t: int) -> Case:
     n, k = draw.size(2, 600, 1), draw.size(2, 140, t)
-    return _case(
+    return case_of(
         f"rows {t}, {n} to {k}", draw.rows(t, n), draw.rows(n, k, scale=0.1), None, rows=(0,)
     )
 
 
-@_maker("linear_grad_weight")
+@maker("linear_grad_weight")
 def _grad_weight(draw: Draw, t: int) -> Case:
     n, k = draw.size(2, 60, max(1, t // 64)), draw.size(2, 60, max(1, t // 64))
     initial = draw.maybe(draw.rows(n, k).float())
-    return _case(f"tokens {t}, [{n}, {k}]", draw.rows(t, n), draw.rows(t, k), initial, None, None)
+    return case_of(f"tokens {t}, [{n}, {k}]", draw.rows(t, n), draw.rows(t, k), initial, None, None)
 
 
-@_maker("linear_grad_bias")
+@maker("linear_grad_bias")
 def _grad_bias(draw: Draw, t: int) -> Case:
     n = draw.size(2, 300, 1)
     initial = draw.maybe(draw.vector(n).float())
-    return _case(f"tokens {t}, [{n}]", draw.rows(t, n), initial, None, None)
+    return case_of(f"tokens {t}, [{n}]", draw.rows(t, n), initial, None, None)
 
 
-@_maker("embedding")
+@maker("embedding")
 def _embedding(draw: Draw, t: int) -> Case:
     h, v = draw.size(2, 700, t), draw.size(3, 900)
-    return _case(f"rows {t} of [{v}, {h}]", draw.integers(t, v), draw.rows(v, h), rows=(0,))
+    return case_of(f"rows {t} of [{v}, {h}]", draw.integers(t, v), draw.rows(v, h), rows=(0,))
 
 
-@_maker("embedding_grad")
+@maker("embedding_grad")
 def _embedding_grad(draw: Draw, t: int) -> Case:
     h, v = draw.size(2, 300, max(1, t // 8)), draw.size(3, 200)
     initial = draw.maybe(draw.rows(v, h).float())
     ids = draw.integers(t, min(v, 9))
-    return _case(f"tokens {t} into [{v}, {h}]", draw.rows(t, h), ids, v, initial, None)
+    return case_of(f"tokens {t} into [{v}, {h}]", draw.rows(t, h), ids, v, initial, None)
 
 
 def _temperature(draw: Draw, t: int) -> Tensor:
@@ -161,17 +117,17 @@ def _temperature(draw: Draw, t: int) -> Tensor:
     return temperature
 
 
-@_maker("logprob")
+@maker("logprob")
 def _logprob(draw: Draw, t: int) -> Case:
     v = draw.size(2, 1500, t)
     logits = draw.rows(t, v, scale=0.5)
-    return _case(
+    return case_of(
         f"rows {t}, vocabulary {v}", logits, draw.integers(t, v), _temperature(draw, t),
         rows=(0, 1, 2),
     )  # fmt: skip
 
 
-@_maker("logprob_grad")
+@maker("logprob_grad")
 def _logprob_grad(draw: Draw, t: int) -> Case:
     v = draw.size(2, 1500, t)
     given = (draw.rows(t, v, scale=0.5), draw.integers(t, v), _temperature(draw, t))
@@ -179,69 +135,79 @@ def _logprob_grad(draw: Draw, t: int) -> Case:
     forward = forward or f"logprob.blocks.float32.{draw.contract.device}.v1"
     _, peak, log_sum = reference(forward).run(*given)
     arguments = (*given, peak, log_sum, draw.uniform(t, -2.0, 2.0), None)
-    return _case(f"rows {t}, vocabulary {v}", *arguments, rows=(0, 1, 2, 3, 4, 5))
+    return case_of(f"rows {t}, vocabulary {v}", *arguments, rows=(0, 1, 2, 3, 4, 5))
 
 
-@_maker("activation", "activation_gelu")
+@maker("activation", "activation_gelu")
 def _activation(draw: Draw, t: int) -> Case:
     h = draw.size(2, 900, t)
-    return _case(f"rows {t}, width {h}", draw.rows(t, h, scale=0.3), rows=(0,))
+    return case_of(f"rows {t}, width {h}", draw.rows(t, h, scale=0.3), rows=(0,))
 
 
-@_maker("gated", "gated_gelu", "activation_grad", "activation_gelu_grad")
+@maker("gated", "gated_gelu", "activation_grad", "activation_gelu_grad")
 def _gated(draw: Draw, t: int) -> Case:
     h = draw.size(2, 900, t)
     pair = (draw.rows(t, h, scale=0.3), draw.rows(t, h, scale=0.3))
     padded = (*pair, None) if "grad" in draw.contract.op and draw.device != "cpu" else pair
-    return _case(f"rows {t}, width {h}", *padded, rows=(0, 1))
+    return case_of(f"rows {t}, width {h}", *padded, rows=(0, 1))
 
 
-@_maker("gated_grad", "gated_gelu_grad")
+@maker("gated_grad", "gated_gelu_grad")
 def _gated_grad(draw: Draw, t: int) -> Case:
     h = draw.size(2, 700, t)
     tensors = (draw.rows(t, h, scale=0.3) for _ in range(3))
-    return _case(f"rows {t}, width {h}", *tensors, rows=(0, 1, 2))
+    return case_of(f"rows {t}, width {h}", *tensors, rows=(0, 1, 2))
 
 
-@_maker("softcap")
+@maker("softcap")
 def _softcap(draw: Draw, t: int) -> Case:
     v, cap = draw.size(2, 900, t), draw.random.uniform(5.0, 60.0)
-    return _case(f"rows {t}, vocabulary {v}, cap {cap:.3g}", draw.rows(t, v), cap, rows=(0,))
+    return case_of(f"rows {t}, vocabulary {v}, cap {cap:.3g}", draw.rows(t, v), cap, rows=(0,))
 
 
-@_maker("softcap_grad")
+@maker("softcap_grad")
 def _softcap_grad(draw: Draw, t: int) -> Case:
     v, cap = draw.size(2, 900, t), draw.random.uniform(5.0, 60.0)
-    return _case(
+    return case_of(
         f"rows {t}, vocabulary {v}, cap {cap:.3g}", draw.rows(t, v), draw.rows(t, v), cap,
         rows=(0, 1),
     )  # fmt: skip
 
 
-@_maker("rotary")
+@maker("rotary")
 def _rotary(draw: Draw, t: int) -> Case:
     heads = draw.size(1, 6, t)
     head = 2 * draw.size(1, 40, t * heads)
     width = 2 * draw.random.randint(1, head // 2)
     angle = draw.rows(t, width).float()
     x = draw.rows(t, heads * head).view(t, heads, head)
-    return _case(
+    return case_of(
         f"rows {t}, {heads} heads of {head}, {width} turned", x, torch.cos(angle),
         torch.sin(angle), rows=(0, 1, 2),
     )  # fmt: skip
 
 
-@_maker("sampling")
+@maker("sampling")
 def _sampling(draw: Draw, t: int) -> Case:
     v = draw.size(2, 900, t)
     logits = draw.rows(t, v, scale=0.2)
     logits[4::9] = logits[4::9].round()
     temperature = draw.uniform(t, 0.1, 2.0)
     temperature[::4] = 0.0
-    return _case(
+    return case_of(
         f"rows {t}, vocabulary {v}", logits, draw.integers(t, 2**62), draw.integers(t, 10_000),
         temperature, rows=(0, 1, 2, 3),
     )  # fmt: skip
+
+
+@maker("rotary_table")
+def _rotary_table(draw: Draw, t: int) -> Case:
+    half = draw.random.randint(1, 80)
+    order = torch.arange(half, dtype=torch.float64, device=draw.device) / half
+    frequency = draw.random.uniform(500.0, 1e6) ** -order
+    scaling = draw.random.choice((1.0, draw.random.uniform(0.5, 2.0)))
+    label = f"rows {t}, {half} frequencies"
+    return case_of(label, frequency, draw.integers(t, 131_072), scaling, rows=(1,))
 
 
 def _attention(draw: Draw, t: int) -> Case:
@@ -293,7 +259,7 @@ def _attention_grad(draw: Draw, t: int) -> Case:
         torch.tensor(lengths, dtype=torch.int32), table, *options,
     )  # fmt: skip
     label = f"lengths {lengths}, heads {heads}/{kv_heads} of {dim}, window {window}"
-    return _case(label, dout, q, k, v, *saved, start, *options)
+    return case_of(label, dout, q, k, v, *saved, start, *options)
 
 
 _PAGED: dict[str, Maker] = {"attention": _attention, "attention_grad": _attention_grad}
@@ -302,7 +268,7 @@ _PAGED: dict[str, Maker] = {"attention": _attention, "attention_grad": _attentio
 def has_own_shapes(contract: Contract) -> bool:
     """Whether the sizes are secret too, not only the data."""
     paged = contract.op in _PAGED and contract.device == "cpu"
-    return contract.op in _MAKERS or paged
+    return contract.op in MAKERS or paged
 
 
 def held_out(
@@ -313,6 +279,6 @@ def held_out(
         seed = draw.random.getrandbits(30)
         yield from certify.cases_of(contract, quick=quick, seed=seed)
         return
-    maker = _MAKERS.get(contract.op) or _PAGED[contract.op]
+    maker = MAKERS.get(contract.op) or _PAGED[contract.op]
     for num_rows in rows or (QUICK_ROWS if quick else ROWS):
         yield maker(draw, num_rows)

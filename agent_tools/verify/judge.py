@@ -5,7 +5,7 @@ Errors are the largest absolute error over the largest magnitude of each tensor;
 over its cases, so that one lucky case decides nothing.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,8 +15,9 @@ from torch import Tensor
 from ...kernels import adversarial
 from ...kernels.entry_points import Entry
 from ...kernels.trial import outputs as parts_of
-from .formulas import FORMULAS, wanted, widened
-from .inputs import Draw, has_own_shapes, held_out
+from .draw import Draw
+from .formulas import Formula, wanted, widened
+from .inputs import has_own_shapes, held_out
 from .records import AccuracyAnswer, GradientAnswer
 
 ROWS_OF_PLAIN = (9, 129)
@@ -58,22 +59,19 @@ def distance(got: Tensor, exact: Tensor) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class Accuracy:
-    """Errors of the forward, the candidate's and plain torch's."""
+    """Errors of the forward, the candidate's and plain torch's. why: there is no formula."""
 
-    op: str
-    device: str
+    formula: Formula | None
+    why: str = ""
     error: float = 0.0
     stock: float = 0.0
     allowance: float = 0.0
     compared: int = 0
 
-    def applies(self) -> bool:
-        """Whether there is a formula, and the operator returns real numbers."""
-        return self.op in FORMULAS and not (self.op == "attention" and self.device != "cpu")
-
     def add(self, arguments: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """One answer of the forward."""
-        run = FORMULAS[self.op].run
+        assert self.formula is not None
+        run = self.formula.run
         with torch.no_grad():
             exact = parts_of(run(*widened(arguments)))
             plain = parts_of(run(*arguments))
@@ -85,9 +83,8 @@ class Accuracy:
 
     def answer(self) -> AccuracyAnswer:
         """``pass`` within twice plain torch's error and one rounding a tensor."""
-        if not self.applies():
-            detail = f"there is no fp64 formula of {self.op}"
-            return AccuracyAnswer(status="not-applicable", detail=detail)
+        if self.formula is None:
+            return AccuracyAnswer(status="not-applicable", detail=self.why)
         if self.compared == 0:
             return AccuracyAnswer(status="not-run", detail="no call of the forward succeeded")
         bound = MOST_TIMES_STOCK * self.stock + self.allowance
@@ -101,11 +98,20 @@ class Accuracy:
         )
 
 
+Wanted = Callable[[Entry, Sequence[Any]], list[Tensor | None] | None]
+
+
+def of_contract(entry: Entry, arguments: Sequence[Any]) -> list[Tensor | None] | None:
+    """fp64 gradients of a contract of this package."""
+    return wanted(entry.contract.op, arguments)
+
+
 @dataclass(slots=True, kw_only=True)
 class Gradients:
     """Errors of the backwards against fp64 autograd, as a share of what is allowed."""
 
     names: tuple[str, ...]
+    wanted: Wanted = of_contract
     error: float = 0.0
     tolerance: float = 0.0
     worst: str = ""
@@ -116,7 +122,7 @@ class Gradients:
 
     def add(self, entry: Entry, arguments: Sequence[Any], outputs: Sequence[Tensor]) -> None:
         """One answer of a backward."""
-        exact = wanted(entry.contract.op, arguments)
+        exact = self.wanted(entry, arguments)
         if exact is None:
             self.without.add(entry.name)
             return

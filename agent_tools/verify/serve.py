@@ -9,10 +9,11 @@ Runs inside :mod:`.worker`; beside what loads any kernel file, the standard libr
 only.
 """
 
+import importlib
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 import numpy
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ...model_recipes.native import Native, functions_of
+from .facade import entries_for
 
 GUARD = 512  # bytes on each side; a multiple of every vector width
 PATTERNS = {"nan": 0xFF, "other": 0x55}
@@ -30,6 +32,24 @@ _FILLED = ((torch, "empty"), (torch, "empty_like"), (Tensor, "new_empty"))
 def dtype_of(name: str) -> torch.dtype:
     """``"float32"`` -> ``torch.float32``."""
     return getattr(torch, name)
+
+
+def operators_of(wanted: dict[str, Any] | None) -> dict[str, ModuleType]:
+    """The package's operators that a candidate of its own contract may use, before confinement."""
+    if wanted is None:
+        return {}
+    from ...kernels import certify, dispatch
+    from ...kernels.contract import get_contract
+
+    found = {
+        name: importlib.import_module(f"zeromismatch.kernels.{name}")
+        for name in (*wanted["modules"], "linear.packs")
+    }
+    for contract, name in wanted["contracts"]:
+        dispatch.adopt(contract, name)
+        case = next(iter(certify.cases_of(get_contract(contract), quick=True, seed=0)))
+        dispatch.choose(contract).run(*case.arguments)  # looks up what it needs of the core
+    return found
 
 
 def raw(tensor: Tensor) -> bytes:
@@ -135,8 +155,10 @@ class Memory:
 class Server:
     """One candidate and the parent's requests about it."""
 
-    def __init__(self, device: str, pattern: str | None) -> None:
-        self.device = device
+    def __init__(
+        self, device: str, pattern: str | None, operators: dict[str, ModuleType] | None = None
+    ) -> None:
+        self.device, self.operators = device, operators or {}
         self.memory = Memory(device, pattern or "nan")
         self.poisons = pattern is not None
         self.entries: dict[str, Callable[..., Any]] = {}
@@ -150,12 +172,16 @@ class Server:
 
         watch: called between the library, whose loading is an event, and the candidate's own text.
         """
-        names = head.get("symbols", [])
+        symbols = head.get("symbols", [])
         with Raised() as raised:
-            native = Native(head["library"], names) if head.get("library") else None
+            native = Native(head["library"], symbols) if head.get("library") else None
             watch()
             source = Path(head["source"])
-            self.entries = functions_of(source.read_bytes(), source.name, native)
+            names = head.get("names", [])
+            given = {here: getattr(self.operators[at], name) for at, name, here in names}
+            self.entries = functions_of(source.read_bytes(), source.name, native, given)
+            if "trees" in head:
+                self.entries |= entries_for(self.entries["forward"], head["trees"])
         if raised.answer is not None:
             return raised.answer
         if self.poisons:
@@ -179,6 +205,8 @@ class Server:
         arguments = self.arguments(head, body)
         self.memory.spoil(head["sizes"])
         self.memory.forget()
+        if self.operators:  # the bytes above were written behind torch's back
+            self.operators["linear.packs"].forget_all()
         result: Any = None
         with Raised() as raised:
             result = self.entries[head["entry"]](*arguments)

@@ -22,7 +22,8 @@ from ...kernels.entry_points import Entry
 from ...kernels.trial import Case, variations
 from ...kernels.trial import outputs as parts_of
 from .calls import Broken, Call, ask, compare
-from .inputs import Draw, held_out
+from .draw import Draw
+from .inputs import held_out
 from .records import Violation
 from .watch import Worker
 

@@ -39,7 +39,11 @@ def conclude(
     if unanswered or not controls:
         detail = next((each.detail for each in unanswered if each.detail), "a question is open")
         return "void", f"{detail}; run it again on an idle machine"
-    return "pass", "bits, accuracy, gradient and speed are green, and every control was red"
+    names = ("bits", "accuracy", "gradient", "speed")
+    asked = [
+        name for name, each in zip(names, questions, strict=True) if each.status != "not-applicable"
+    ]
+    return "pass", f"green: {', '.join(asked)}; every control was red"
 
 
 def _shared(here: Path) -> list[Path]:

@@ -11,7 +11,7 @@ import hashlib
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -19,18 +19,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ...kernels.contract import Contract, implementations
-from ...kernels.dispatch import admitted, choose, reference
-from ...kernels.entry_points import Entry, contract_for, entries_of
+from ...kernels.entry_points import Entry
 from ...kernels.errors import CapabilityError
-from ...model_recipes.candidate import Source, check, read_candidate
-from ...model_recipes.own_kernels import PREFIX
+from ...model_recipes.candidate import (
+    OWN_ENTRIES,
+    Fault,
+    Source,
+    check,
+    read_candidate,
+    without_grants,
+)
 from . import controls
 from .calls import Broken, Call, ask, raise_failure
 from .clock import SPEED_ROWS, Clock
-from .formulas import FORMULAS
-from .inputs import has_own_shapes
-from .judge import Accuracy, Gradients, plain_cases
+from .judge import Accuracy, Gradients
 from .native import compile_native
 from .records import (
     AccuracyAnswer,
@@ -44,7 +46,8 @@ from .records import (
     Violation,
     workspace_file,
 )
-from .sweep import Sweep, cases_of
+from .subject import Subject, registered
+from .sweep import Sweep
 from .verdict import conclude, digests
 from .watch import Nursery, StoppedError, Worker, isolation
 
@@ -58,6 +61,7 @@ def verify_kernel(
     file: Path,
     contract: str,
     *,
+    model: str | None = None,
     quick: bool = False,
     limits: Limits | None = None,
     allow_missing: Collection[str] = (),
@@ -67,37 +71,41 @@ def verify_kernel(
 ) -> Verification:
     """Judge a candidate file against a contract.
 
-    quick: fewer shapes, the same questions. allow_missing: required isolations that the caller
-    accepts to be without. questions: those to ask; any that stays open makes the verdict void, and
-    bits are always asked. nursery: a running one to fork workers from, for one candidate after
-    another.
+    model: the one that brings the operator, for a file with a CONTRACT and MODULES of its own; its
+    code runs here. quick: fewer shapes, the same questions. allow_missing: required isolations that
+    the caller accepts to be without. questions: those to ask; any that stays open makes the verdict
+    void, and bits are always asked. nursery: a running one to fork workers from, for one candidate
+    after another.
     UsageError for a file or contract that cannot be used, CapabilityError where a required
     isolation, a compiler or the device is missing.
     """
     began = time.monotonic()
-    definition, new = contract_for(contract)
     source = read_candidate(file)
+    subject = None if source.declared is not None else registered(contract)
+    wanted = {n: e.parameters for n, e in subject.entries.items()} if subject else OWN_ENTRIES
+    faults = check(source, wanted)
+    if subject is None and faults:
+        return _unread(source, contract, faults, round(time.monotonic() - began, 3))
+    if subject is None:
+        from .own_operator import own_operator
+
+        progress("reading the model")
+        subject = own_operator(source, contract, model)
     run = _Run(
-        contract=definition,
-        contract_id=contract,
-        new=new,
+        subject=subject,
         quick=quick,
         source=source,
-        entries=entries_of(definition),
         limits=limits or Limits(),
         allowed=frozenset(allow_missing),
         questions=frozenset(questions),
         progress=progress,
     )
-    run.violations += [
-        Violation(rule=fault.rule, detail=fault.detail, where=fault.where)
-        for fault in check(source, {name: e.parameters for name, e in run.entries.items()})
-    ]
+    run.violations += _violations(faults)
     if not run.violations:
-        if definition.device != "cpu" and not torch.cuda.is_available():
+        if subject.device != "cpu" and not torch.cuda.is_available():
             raise CapabilityError(
-                f"{contract} is a contract of {definition.device} and there is no GPU here; verify "
-                "on a machine that has one"
+                f"{contract} is a contract of {subject.contract.device} and there is no GPU here; "
+                "verify on a machine that has one"
             )
         with tempfile.TemporaryDirectory(prefix="zm-verify-") as folder:
             if nursery is not None:
@@ -108,14 +116,31 @@ def verify_kernel(
     return run.report(round(time.monotonic() - began, 3))
 
 
+def _violations(faults: Sequence[Fault]) -> list[Violation]:
+    return [Violation(rule=each.rule, detail=each.detail, where=each.where) for each in faults]
+
+
+def _unread(
+    source: Source, contract: str, faults: Sequence[Fault], seconds: float
+) -> Verification:
+    """The report on a file whose text is refused before anybody asks what it is about."""
+    violations = _violations(faults)
+    status, reason = conclude(violations, (), ())
+    return Verification(
+        status=status, reason=reason, file=workspace_file(source.path),
+        digest=hashlib.blake2b(source.path.read_bytes(), digest_size=16).hexdigest(),
+        contract=contract, new_contract=True, device="cpu", violations=tuple(violations),
+        bits=BitsAnswer(status="not-run"), accuracy=AccuracyAnswer(status="not-run"),
+        gradient=GradientAnswer(status="not-run"), speed=SpeedAnswer(status="not-run"),
+        seconds=seconds,
+    )  # fmt: skip
+
+
 @dataclass(slots=True, kw_only=True)
 class _Run:
-    contract: Contract
-    contract_id: str
-    new: bool
+    subject: Subject
     quick: bool
     source: Source
-    entries: dict[str, Entry]
     limits: Limits
     allowed: frozenset[str]
     questions: frozenset[str]
@@ -132,7 +157,11 @@ class _Run:
 
     @property
     def device(self) -> str:
-        return "cpu" if self.contract.device == "cpu" else "cuda"
+        return self.subject.device
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self.subject.entries
 
     def tick(self) -> None:
         """Called before every request: the whole verification has a limit too."""
@@ -141,7 +170,7 @@ class _Run:
 
     def judge(self, nursery: Nursery, folder: Path) -> None:
         """All questions; the first rule that ends a worker ends them."""
-        (folder / "candidate.py").write_text(self.source.text)
+        (folder / "candidate.py").write_text(without_grants(self.source))
         self.progress("starting the workers")
         try:
             library = compile_native(nursery, folder, self.source)
@@ -163,10 +192,13 @@ class _Run:
         self, nursery: Nursery, folder: Path, library: Path | None, *, pattern: str | None,
         threads: int = 1,
     ) -> Worker:  # fmt: skip
-        worker = nursery.start(folder, threads=threads, pattern=pattern, device=self.device)
+        worker = nursery.start(
+            folder, threads=threads, pattern=pattern, device=self.device,
+            operators=self.subject.operators,
+        )  # fmt: skip
         held = isolation(worker, self.allowed)
         self.isolation = self.isolation or held
-        head: dict[str, Any] = {"do": "load", "source": "candidate.py"}
+        head: dict[str, Any] = {"do": "load", "source": "candidate.py", **self.subject.load}
         if library is not None:
             head |= {"library": str(library), "symbols": list(self.source.symbols)}
         answer, _ = worker.ask(head)
@@ -183,7 +215,7 @@ class _Run:
         for entry in self.entries.values():
             self.progress(f"bits of {entry.name}")
             seed = self._seed(entry)
-            for case, expected in cases_of(entry, seed, quick=self.quick, new=self.new):
+            for case, expected in self.subject.cases(entry, seed, quick=self.quick):
                 done = sweep.run_case(entry, case, expected)
                 if done is None:
                     break
@@ -229,18 +261,18 @@ class _Run:
         self, worker: Worker
     ) -> tuple[list[tuple[Any, list[Tensor]]], list[tuple[Entry, Any, list[Tensor]]]]:
         self.progress("accuracy and gradients")
-        accuracy = Accuracy(op=self.contract.op, device=self.contract.device)
+        accuracy = Accuracy(formula=self.subject.formula, why=self.subject.why_no_formula)
         backward = tuple(name for name in self.entries if name != "forward")
-        judged = Gradients(names=backward)
+        judged = Gradients(names=backward, wanted=self.subject.gradients)
         forwards: list[tuple[Any, list[Tensor]]] = []
         gradients: list[tuple[Entry, Any, list[Tensor]]] = []
         for entry in self.entries.values():
             question = "accuracy" if entry.name == "forward" else "gradient"
             if question not in self.questions:
                 continue
-            if entry.name == "forward" and not accuracy.applies():
+            if entry.name == "forward" and accuracy.formula is None:
                 continue
-            for label, arguments in plain_cases(entry, self._seed(entry) + 1):
+            for label, arguments in self.subject.plain(entry, self._seed(entry) + 1):
                 outputs = self._plain(worker, entry, label, arguments)
                 if outputs is None:
                     break
@@ -282,45 +314,29 @@ class _Run:
         if sweep.sample is not None:
             self.controls.append(controls.flipped_bit(*sweep.sample, pattern="nan"))
         trusted = nursery.start(folder, pattern="nan", device=self.device, trusted=True)
-        served = self._served(self.entries["forward"])
+        served = self.subject.served(self.entries["forward"])
         asked = [call for call in calls if call.entry == "forward"]
         if served is not None and asked:
             trusted.ask({"do": "trust", **served}, seconds=60.0)
             self.controls.append(controls.stale_kernel(trusted, asked, pattern="nan"))
         trusted.end()
-        if plain:
-            op, device = self.contract.op, self.contract.device
-            self.controls.append(controls.cut_mantissa(op, device, plain))
+        if plain and self.subject.formula is not None:
+            self.controls.append(controls.cut_mantissa(self.subject.formula, plain))
         if gradients and self.gradient.status in ("pass", "fail"):
-            self.controls.append(controls.zero_gradient(gradients))
-
-    def _served(self, entry: Entry) -> dict[str, Any] | None:
-        """Who a candidate stands beside: the admitted implementation, else plain torch."""
-        chosen = choose(entry.contract.id)
-        if chosen.name.startswith(PREFIX):  # a recipe's, which a worker cannot find by its name
-            chosen = next(
-                (each for each in implementations(entry.contract.id)
-                 if not each.name.startswith(PREFIX) and admitted(each.contract, each.name)),
-                reference(entry.contract.id),
-            )  # fmt: skip
-        if chosen.name != "reference":
-            module = getattr(chosen.run, "__module__", "") or ""
-            modules = [module] if module.startswith("zeromismatch.") else []
-            served = {"contract": entry.contract.id, "implementation": chosen.name}
-            return {**served, "modules": modules}
-        if entry.name == "forward" and self.contract.op in FORMULAS:
-            return {"formula": self.contract.op}
-        return None
+            self.controls.append(controls.zero_gradient(self.subject.gradients, gradients))
 
     def _speed(self, nursery: Nursery, folder: Path, library: Path | None) -> None:
+        if not self.subject.races:
+            self.speed = SpeedAnswer(status="not-applicable", detail=self.subject.why_no_race)
+            return
         self.progress("speed")
         candidate = self._candidate(nursery, folder, library, pattern=None)
         baseline = nursery.start(folder, device=self.device, trusted=True)
         clock = Clock(candidate=candidate, baseline=baseline, floor=FLOOR, goal=GOAL)
-        rows = SPEED_ROWS[:1] if self.quick else SPEED_ROWS
+        rows, new = SPEED_ROWS[:1] if self.quick else SPEED_ROWS, self.subject.new
         broken = {str(each.where).split(",")[0] for each in self.violations}
         for entry in self.entries.values():
-            served = self._served(entry)
+            served = self.subject.served(entry)
             if served is None or entry.name in broken:
                 continue
             answer, _ = baseline.ask({"do": "trust", **served}, seconds=60.0)
@@ -332,7 +348,7 @@ class _Run:
                 self.tick()
                 try:
                     name = served.get("implementation", "plain torch")
-                    clock.measure(entry, name, self.seed, num_rows=num_rows, new=self.new)
+                    clock.measure(entry, name, self.seed, num_rows=num_rows, new=new)
                 except Broken as found:
                     where = f"{entry.name}, {num_rows} rows"
                     rule, detail = found.rule, found.detail
@@ -351,26 +367,26 @@ class _Run:
         questions = (self.bits, self.accuracy, self.gradient, self.speed)
         status, reason = conclude(self.violations, self.controls, questions)
         review: list[str] = []
-        if self.new:
-            review.append(f"{self.contract_id} is a new contract: its order and rounding are yours "
-                          "to accept")  # fmt: skip
+        subject = self.subject
+        if subject.new:
+            accept = "is a new contract: its order and rounding are yours to accept"
+            review.append(f"{subject.contract_id} {accept}")
         for name, answer in (("accuracy", self.accuracy), ("gradient", self.gradient)):
             if answer.status == "not-applicable" and "formula" in answer.detail:
                 review.append(f"{name} was not judged: {answer.detail}")
-        secret = all(has_own_shapes(each.contract) for each in self.entries.values())
-        if not self.violations and not secret:
+        if not self.violations and not subject.secret and not subject.new:
             review.append("the shapes of this operator's cases are public, only the data is secret")
         if status == "pass" and review:
-            status, reason = "needs-review", f"four times green; {review[0]}"
+            status, reason = "needs-review", f"{reason}; for a person: {review[0]}"
         return Verification(
             status=status,
             reason=reason,
             file=workspace_file(self.source.path),
             digest=hashlib.blake2b(self.source.path.read_bytes(), digest_size=16).hexdigest(),
-            contract=self.contract_id,
-            new_contract=self.new,
+            contract=subject.contract_id,
+            new_contract=subject.new,
             needs_review=tuple(review),
-            device=self.contract.device,
+            device=subject.contract.device,
             quick=self.quick,
             isolation=self.isolation,
             violations=tuple(self.violations),
@@ -379,6 +395,6 @@ class _Run:
             gradient=self.gradient,
             speed=self.speed,
             controls=tuple(self.controls),
-            hashes=digests(self.contract),
+            hashes=digests(subject.contract),
             seconds=seconds,
         )

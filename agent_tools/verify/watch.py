@@ -21,6 +21,7 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -265,13 +266,17 @@ class Nursery:
     def start(
         self, folder: Path, *, threads: int = 1, pattern: str | None = None, device: str = "cpu",
         trusted: bool = False, probe: str | None = None,
+        operators: Mapping[str, Any] | None = None,
     ) -> Worker:  # fmt: skip
-        """Fork a worker whose working directory is ``folder``, and wait until it is confined."""
+        """Fork a worker whose working directory is ``folder``, and wait until it is confined.
+
+        operators: those of this package that it imports before, for a candidate that may use them.
+        """
         settings = {
             "folder": str(folder), "threads": threads, "pattern": pattern, "device": device,
             "trusted": trusted, "probe": probe, "readable": readable(device != "cpu"),
             "cpu_seconds": self.limits.cpu_seconds, "memory_bytes": self.limits.memory_bytes,
-            "file_bytes": self.limits.file_bytes,
+            "file_bytes": self.limits.file_bytes, "operators": operators,
         }  # fmt: skip
         worker = self._fork(settings)
         try:

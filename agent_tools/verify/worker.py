@@ -90,13 +90,14 @@ def _work(settings: dict[str, Any], job: socket.socket, namespaces: str | None) 
     gpu = settings["device"] != "cpu"
     if gpu:
         os.environ |= {"HOME": settings["folder"], "TRITON_CACHE_DIR": settings["folder"]}
+    operators = serve.operators_of(settings.get("operators"))
     missing = [namespaces, *_confined(settings)]
     torch.set_num_threads(settings["threads"])
     if settings["threads"] > 1:
         torch.ones(1 << 20).mul_(2.0).sum()  # torch's pool: threads made now are confined too
     if gpu:
         torch.zeros(1, device="cuda").add_(1)  # the driver's threads likewise
-    server = serve.Server(settings["device"], settings["pattern"])
+    server = serve.Server(settings["device"], settings["pattern"], operators)
     frames.send(job, {"ready": True, "missing": [each for each in missing if each]})
     if settings.get("probe"):
         head, _ = frames.receive(job, most=MOST)

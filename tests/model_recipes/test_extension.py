@@ -9,7 +9,7 @@ import torch
 
 from zeromismatch.kernels.errors import CheckpointError, RecipeError, UncoveredSiteError
 from zeromismatch.model_recipes import extension
-from zeromismatch.model_recipes.apply import find_sites
+from zeromismatch.model_recipes.apply import apply_plan, find_sites
 from zeromismatch.model_recipes.models import load_model
 from zeromismatch.model_recipes.plan import load_own_kernels, plan_from
 
@@ -45,6 +45,7 @@ CONTRACT = {"id": "cubed.ieee.float32.cpu.v1", "op": "cubed", "dtype": "float32"
 MODULES = ("Cubed",)
 
 def forward(module, x):
+    """x cubed."""
     return x * x * x
 '''
 
@@ -114,18 +115,18 @@ def test_a_new_draft_takes_the_place_of_the_old_one(folder: Path):
 @pytest.mark.parametrize(
     ("change", "rule"),
     [
-        (("forward(module, x):", "forward(module, x):\n    import os"), "import: os"),
-        (("x * x * x\n", "eval('x')\n"), "reflection: eval"),
-        (("x * x * x\n", "x.__class__\n"), "reflection: .__class__"),
-        (("x * x * x\n", "x.detach()\n"), "reflection: .detach"),
-        (("x * x * x\n", "open('f')\n"), "reflection: open"),
-        (("    return", "    module.seen = x\n    return"), "patch: assigns to .seen"),
-        (("    return", "    global K\n    return"), "state: global"),
-        (("MODULES", "class A: pass\nMODULES"), "state: class A"),
-        (("MODULES", "from zeromismatch.kernels import bits\nMODULES"), "import: zeromismatch"),
-        (("MODULES", "import zeromismatch.kernels.bits\nMODULES"), "import: zeromismatch.kernels"),
+        (("    return", "    import os\n    return"), "process: imports os"),
+        (("x * x * x\n", "eval('x')\n"), "code: uses eval"),
+        (("x * x * x\n", "x.__class__\n"), "reflection: reaches for .__class__"),
+        (("x * x * x\n", "x.detach()\n"), "gradient: uses x.detach"),
+        (("x * x * x\n", "open('f')\n"), "file: uses open"),
+        (("    return", "    module.seen = x\n    return"), "patch: assigns to module.seen"),
+        (("    return", "    global K\n    return"), "state: declares K global"),
+        (("MODULES", "class A: pass\nMODULES"), "deferred: defines class A"),
+        (("MODULES", "from zeromismatch.kernels import bits\nMODULES"), "reference: imports zero"),
+        (("MODULES", "import zeromismatch.kernels.bits\nMODULES"), "reference: imports zero"),
         (('"""Three factors, in order."""', ""), "docstring"),
-        (("return x", "return (x"), "syntax"),
+        (("return x", "return (x"), "syntax: does not parse"),
         (("cubed.ieee", "linear.ieee"), "must be <op>"),
         (('"op": "cubed"', '"op": "linear"'), "must be <op>"),
         (('("Cubed",)', "()"), "needs MODULES"),
@@ -139,3 +140,59 @@ def test_a_kernel_that_reaches_further_is_refused(folder: Path, change: tuple[st
     file.write_text(text)
     with pytest.raises(RecipeError, match=rule.replace("(", r"\(")):
         extension.load_extension(file)
+
+
+NORM = '''"""A norm whose mean of squares is taken in fp64."""
+import torch
+
+CONTRACT = {"id": "rmsnorm.fp64.float32.cpu.v1", "op": "rmsnorm", "dtype": "float32",
+            "device": "cpu", "formula": "x w / sqrt(mean(x^2) + eps)", "order": "as torch's",
+            "rounding": "once", "functions": "none", "gradient_rtol": 1e-5}
+MODULES = ("LlamaRMSNorm",)
+
+def forward(module, x):
+    """Rows in, rows out."""
+    wide = x.double()
+    mean = (wide * wide).mean(-1, keepdim=True)
+    return (wide / torch.sqrt(mean + module.variance_epsilon) * module.weight).float()
+'''
+
+
+def test_a_known_operator_may_get_other_bits_under_a_new_id(folder: Path):
+    file = folder / "draft" / "kernels" / "norm.py"
+    file.write_text(NORM)
+    model = load_model(f"code:{folder}")
+    load_own_kernels(folder / "draft")
+    sites = find_sites(model.module)
+    plan = plan_from(folder / "draft", sites, model.dtype, model.device)
+    assert plan.rules["rmsnorm"] == "rmsnorm.fp64.float32.cpu.v1"
+    applied = apply_plan(model.module, plan)
+    served = {site.contract for site in applied.sites if site.op_class == "rmsnorm"}
+    applied.remove()
+    assert served == {"rmsnorm.fp64.float32.cpu.v1"}
+    package = plan_from("stock", sites, model.dtype, model.device).model_copy(
+        update={"rules": {**plan.rules, "rmsnorm": "rmsnorm.lanes16.float32.cpu.v1"}}
+    )
+    with pytest.raises(RecipeError, match="does not serve rmsnorm"):
+        plan_from(package, sites, model.dtype, model.device)
+    file.write_text(NORM.replace("LlamaRMSNorm", "OtherNorm"))
+    load_own_kernels(folder / "draft")
+    with pytest.raises(UncoveredSiteError, match="names in MODULES"):
+        apply_plan(model.module, plan)
+
+
+def test_a_registered_id_is_never_taken(folder: Path):
+    file = folder / "draft" / "kernels" / "cubed.py"
+    file.write_text(NORM.replace("rmsnorm.fp64", "rmsnorm.lanes16"))
+    with pytest.raises(RecipeError, match="new: other bits"):
+        extension.load_extension(file)
+
+
+def test_a_draft_names_what_each_of_its_files_is_for(folder: Path):
+    (folder / "draft" / "kernels" / "lost.py").write_text('"""Nothing."""\n')
+    with pytest.raises(RecipeError, match="CONTRACT and MODULES nor SERVES"):
+        load_own_kernels(folder / "draft")
+    lost = folder / "draft" / "kernels" / "lost.py"
+    lost.write_text('"""A."""\nSERVES = "absent.x.float32.cpu.v1"\n')
+    with pytest.raises(RecipeError, match="no registered contract"):
+        load_own_kernels(folder / "draft")

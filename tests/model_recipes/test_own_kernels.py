@@ -10,8 +10,9 @@ import zeromismatch
 from zeromismatch.kernels import bits, contract, dispatch, rmsnorm
 from zeromismatch.kernels.errors import CapabilityError, RecipeError
 from zeromismatch.model_recipes import native, own_kernels
+from zeromismatch.model_recipes.extension import load_extension
 from zeromismatch.model_recipes.models import load_model
-from zeromismatch.model_recipes.own_kernels import is_for_known_operator, serve_own_kernel
+from zeromismatch.model_recipes.own_kernels import is_registered, serve_own_kernel
 from zeromismatch.model_recipes.plan import aligned_plan, plan_from
 from zeromismatch.model_recipes.schema import Recipe, RecipeKernel, file_digest, save_recipe
 
@@ -127,10 +128,11 @@ def test_a_file_that_cannot_serve_is_said(tmp_path: Path, old: str, new: str, wo
     assert contract.implementations(NORM) == before
 
 
-def test_bits_of_its_own_are_no_business_of_a_known_operator(tmp_path: Path):
+def test_bits_of_its_own_need_a_contract_of_their_own(tmp_path: Path):
     own = own_kernel(tmp_path, CANDIDATE.read_text(), "rmsnorm.other.float32.cpu.v1")
-    with pytest.raises(RecipeError, match=f"does not know; serve one of .*{NORM}.* a person"):
-        serve_own_kernel(tmp_path, own)
+    assert not is_registered(own.contract)
+    with pytest.raises(RecipeError, match="needs CONTRACT"):
+        load_extension(tmp_path / own.path)
 
 
 def test_a_missing_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -141,15 +143,15 @@ def test_a_missing_compiler_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_an_operator_of_a_recipe_is_none_of_the_package():
-    assert is_for_known_operator(NORM)
-    assert not is_for_known_operator("cubed.ieee.float32.cpu.v1")
+    assert is_registered(NORM)
+    assert not is_registered("cubed.ieee.float32.cpu.v1")
     mine = contract.Contract(
         id="quartic.ieee.float32.cpu.v1", op="quartic", dtype="float32", device="cpu", formula="",
         order="", rounding="", functions="", reference="elsewhere:forward", gradient_rtol=0.0,
     )  # fmt: skip
     try:
         contract.register_contract(mine)
-        assert not is_for_known_operator(mine.id)
+        assert not is_registered(mine.id)
     finally:
         del contract._CONTRACTS[mine.id], contract._IMPLEMENTATIONS[mine.id]
 

@@ -16,10 +16,17 @@ from zeromismatch.agent_tools.drivers.workbench import Workbench
 from zeromismatch.agent_tools.eval.bench import SOLUTIONS, BenchReport, evaluate
 from zeromismatch.agent_tools.eval.tasks import task, tasks
 from zeromismatch.agent_tools.gates.bench import Size
+from zeromismatch.agent_tools.verify import verify_kernel
 from zeromismatch.kernels.certify import load_operators
 from zeromismatch.kernels.contract import contracts
-from zeromismatch.kernels.errors import CapabilityError, UncoveredSiteError, UsageError
+from zeromismatch.kernels.errors import (
+    CapabilityError,
+    UncoveredSiteError,
+    UsageError,
+    ZeroMismatchError,
+)
 from zeromismatch.model_recipes import extension
+from zeromismatch.model_recipes.plan import draft_kernels
 
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = Size(
@@ -50,34 +57,37 @@ def test_there_are_at_least_twelve_tasks_of_both_kinds():
     )
 
 
+def is_green(bench: Workbench) -> str | None:
+    """Why the gates are not green, or None."""
+    try:
+        report = bench.run_gates()
+    except ZeroMismatchError as error:
+        return str(error)
+    return None if report.status == "pass" else report.reason
+
+
 @pytest.mark.long
-@pytest.mark.timeout(900)
-def test_every_reference_solution_is_green_and_nothing_is_without_it(tmp_path: Path):
+@pytest.mark.timeout(1800)
+def test_every_reference_solution_is_verified_and_green_and_nothing_is_without_it(tmp_path: Path):
     red: list[str] = []
     for each in tasks():
         bench = bench_of(each.name, tmp_path / each.name, ("C3", "C5"))
         extension.forget()
         if each.name not in OF_THE_REGISTRY:
-            if bench.judge_here().passed:
+            if is_green(bench) is None:
                 red.append(f"{each.name}: green without a solution")
             (bench.draft / "kernels").mkdir(parents=True)
             shutil.copy(SOLUTIONS / f"{each.name}.py", bench.draft / "kernels")
-        found = bench.judge_here()
-        if not found.passed:
-            red.append(f"{each.name}: {found.reason}")
+            (own,) = draft_kernels(bench.draft)
+            verdict = verify_kernel(
+                bench.draft / own.path, own.contract, model=bench.spec, quick=True
+            )
+            if verdict.status != "needs-review":
+                red.append(f"{each.name}: {verdict.reason}")
+        why = is_green(bench)
+        if why is not None:
+            red.append(f"{each.name}: {why}")
     assert red == []
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_judge_in_its_own_process_agrees(tmp_path: Path):
-    bench = bench_of("heron", tmp_path, ("C5",))
-    missing = bench.judge()
-    assert not missing.passed
-    assert "square" in missing.reason
-    bench.write_kernel("own", (SOLUTIONS / "heron.py").read_text())
-    found = bench.judge()
-    assert (found.passed, found.green, found.of) == (True, 1, 1), found.reason
 
 
 def test_no_answer_is_within_reach(tmp_path: Path):
@@ -116,7 +126,7 @@ def test_each_task_of_an_operator_names_what_is_missing(tmp_path: Path):
 
 
 def test_the_autopilot_says_where_it_is_stuck(tmp_path: Path):
-    report = evaluate(tmp_path, None, None, only=["heron"], judge=Workbench.judge_here)
+    report = evaluate(tmp_path, None, None, only=["heron"], judge=Workbench.judge)
     (score,) = report.scores
     assert (score.solved, score.reason, score.green) == (False, "stuck", 0)
     assert "torch.square" in score.detail

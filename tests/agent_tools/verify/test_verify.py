@@ -132,7 +132,7 @@ def test_a_reference_is_accurate_and_has_the_gradients_of_its_formula(contract_i
     """Formulas, tolerances and bounds fit what candidates are held to; a bad gradient does not."""
     contract, _ = contract_for(contract_id)
     entries = entries_of(contract)
-    accuracy = Accuracy(op=contract.op, device="cpu")
+    accuracy = Accuracy(formula=FORMULAS[contract.op])
     good, bad = (Gradients(names=tuple(n for n in entries if n != "forward")) for _ in range(2))
     for entry in entries.values():
         case = next(held_out(entry.contract, PlainDraw(entry.contract, 7), quick=True, rows=(9,)))

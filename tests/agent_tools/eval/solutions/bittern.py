@@ -18,5 +18,6 @@ MODULES = ("NormalGate",)
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     wide = x.contiguous().double()
     return (0.5 * wide * (1.0 + torch.erf(wide * 2.0**-0.5))).float()

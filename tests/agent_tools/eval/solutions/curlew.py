@@ -30,6 +30,7 @@ def fixed_sum(x: Tensor) -> Tensor:
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     wide = x.double()
     centred = wide - fixed_sum(wide) / x.shape[-1]
     variance = fixed_sum(centred * centred) / x.shape[-1]

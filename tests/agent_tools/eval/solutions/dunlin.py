@@ -31,6 +31,7 @@ def fixed_sum(x: Tensor) -> Tensor:
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     groups = x.double().unflatten(-1, (module.GROUPS, -1))
     mean = (fixed_sum(groups) / groups.shape[-1])[..., 0]
     raised = torch.exp((mean - mean.amax(-1, keepdim=True)).contiguous())

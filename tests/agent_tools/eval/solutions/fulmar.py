@@ -18,6 +18,7 @@ MODULES = ("LogisticGate",)
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     wide = x.contiguous().double()
     slope = -(wide * module.slope.double() + module.offset.double())
     return (wide / (1.0 + torch.exp(slope))).float()

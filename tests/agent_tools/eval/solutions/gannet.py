@@ -30,6 +30,7 @@ def fixed_sum(x: Tensor) -> Tensor:
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     wide = x.double()
     length = fixed_sum(wide * wide).sqrt().clamp(min=1e-6)
     return (wide / length * x.shape[-1] ** 0.5 * module.weight.double()).float()

@@ -17,5 +17,6 @@ MODULES = ("SquaredRectifier",)
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     kept = x.clamp(min=0.0)
     return kept * kept

@@ -30,6 +30,7 @@ def fixed_sum(x: Tensor) -> Tensor:
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     groups = x.double().unflatten(-1, (-1, 40))
     mean = fixed_sum(groups * groups) / 40
     unit = (groups / (mean + 1e-5).sqrt()).flatten(-2)

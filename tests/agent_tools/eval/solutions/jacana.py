@@ -18,5 +18,6 @@ MODULES = ("Saturating",)
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     wide = x.contiguous().double() * module.slope.double()
     return (torch.tanh(wide) * module.weight.double() + module.shift.double()).float()

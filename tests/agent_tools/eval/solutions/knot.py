@@ -20,6 +20,7 @@ MODULES = ("SoftMix",)
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     scores = linear(x, module.router, None).double()
     raised = torch.exp((scores - scores.amax(-1, keepdim=True)).contiguous())
     total = raised[..., 0:1] + raised[..., 1:2] + raised[..., 2:3] + raised[..., 3:4]

@@ -18,5 +18,6 @@ MODULES = ("SteepGate",)
 
 
 def forward(module: nn.Module, x: Tensor) -> Tensor:
+    """Rows in, rows out."""
     wide = x.contiguous().double()
     return (wide / (1.0 + torch.exp(-(wide * module.steepness.double())))).float()

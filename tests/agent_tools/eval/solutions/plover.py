@@ -19,6 +19,7 @@ MODULES = ("SlicedPeak",)
 
 
 def forward(module: nn.Module, gate: Tensor, up: Tensor) -> Tensor:
+    """Rows in, rows out."""
     product = functional.softplus(gate.contiguous().double()) * up.double()
     peak = product.abs().amax(-1, keepdim=True).clamp(min=1e-3)
     return (product / peak * torch.log1p(peak)).float()
