@@ -13,7 +13,7 @@ from pathlib import Path
 from ..trainer.diagnostics.record import UpdateRecord
 from .curves import CurveDrawing, Line, draw, scale_of
 from .report import Command, write_whole
-from .study import ENTRIES, OURS, Result, Study
+from .study import OURS, Result, Study, chosen_entries
 from .training_report import CurvePage, Fact, Pick, Section, render_curves
 
 COLUMNS = (
@@ -23,9 +23,11 @@ COLUMNS = (
 )  # fmt: skip
 QUANTITIES: tuple[tuple[str, Pick, bool], ...] = (
     ("Reward", lambda r: r.reward, False),
-    ("D3", lambda r: r.d3, True),
+    ("KL from rollout to learner (D3)", lambda r: r.d3, True),
+    ("D3: peak over median, of the updates so far", lambda r: r.d3_peak_to_median, True),
     ("Gradient norm before any limit", lambda r: r.gradient_norm, True),
     ("Rejected share of tokens", lambda r: r.rejected, False),
+    ("Share of tokens moved against their advantage", lambda r: r.moves, False),
 )
 EXPLAINED = (
     "Reward: mean of the first and of the last updates (20, or half of a shorter run), ± the "
@@ -90,7 +92,7 @@ def command_of(study: Study) -> str:
     """The command that repeats a study."""
     s = study.settings
     words = ["zm", "study", study.model]
-    if len(study.entries) < len(ENTRIES):
+    if list(study.entries) != list(chosen_entries(())):
         words += ["--only", ",".join(study.entries)]
     words += ["--task", s.task, "--updates", str(s.updates), "--lag", str(s.lag)]
     words += ["--groups", str(s.groups), "--learning-rate", f"{s.learning_rate:g}"]
@@ -149,7 +151,7 @@ def page_of(study: Study, curves: Mapping[str, Sequence[UpdateRecord]], command:
     for title, pick, logarithmic in QUANTITIES:
         drawn = _pictures(curves, pick, logarithmic)
         if drawn:
-            text = "Dashed: REINFORCE Zero. One scale for all."
+            text = f"Seed {study.settings.seeds[0]}. Dashed: REINFORCE Zero. One scale for all."
             sections.append(Section(title=title, text=text, curves=tuple(drawn)))
     return CurvePage(
         title=f"{study.model}: training recipes side by side",

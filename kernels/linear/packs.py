@@ -10,11 +10,14 @@ it. Panels are never kept for inference tensors, which count no versions.
 What torch does not count: writes through ``.data``, through another library's pointer, and FSDP2's
 all-gather into a reused buffer, which preserves the version on purpose. Whoever writes that way
 calls :func:`forget` (one weight) or :func:`forget_all`. A forward pass that records a gradient of
-the weight neither uses kept panels nor leaves any behind, so FSDP2 training needs no call.
+the weight neither uses kept panels nor leaves any behind, so FSDP2 training needs no call. Only the
+memory of its panels is used again by the next such pass of that thread, since fresh pages cost more
+than packing: as much as the largest weight takes.
 
 ``pytest tests/kernels/linear/test_packs.py`` exercises it.
 """
 
+import threading
 import weakref
 from collections.abc import Generator
 from contextlib import contextmanager
@@ -43,6 +46,16 @@ class _Shelf:
 _SHELVES: dict[int, _Shelf] = {}
 
 
+class _Training(threading.local):
+    """This thread's passes that record a gradient: how many are open, and memory for panels."""
+
+    depth = 0
+    spare: Tensor | None = None
+
+
+_TRAINING = _Training()
+
+
 def panels_of(weight_NK: Tensor) -> Tensor:
     """The panels of a weight [N, K]: kept ones where they hold, else packed now."""
     if weight_NK.is_inference():
@@ -67,18 +80,26 @@ def forget(weight: Tensor) -> None:
 def forget_all() -> None:
     """Drop every pack; their memory is free once running calls have returned."""
     _SHELVES.clear()
+    _TRAINING.spare = None
 
 
 @contextmanager
 def scoped(weight: Tensor, trains: bool) -> Generator[None]:
     """For a weight in training: no panels from before are used, none made inside are left."""
-    if trains:
-        forget(weight)
+    if not trains:
+        yield
+        return
+    forget(weight)
+    _TRAINING.depth += 1
     try:
         yield
     finally:
-        if trains:
-            forget(weight)
+        _TRAINING.depth -= 1
+        shelf = _SHELVES.pop(id(weight.untyped_storage()), None)
+        for panels in () if shelf is None else shelf.panels.values():
+            whole = panels if panels._base is None else panels._base
+            if _TRAINING.spare is None or _TRAINING.spare.numel() < whole.numel():
+                _TRAINING.spare = whole
 
 
 def kept_bytes() -> int:
@@ -103,7 +124,16 @@ def _pack(weight_NK: Tensor) -> Tensor:
     outputs, inputs = weight_NK.shape
     groups = -(-outputs // LANES)
     rows, more = (-(-inputs // 2), groups) if is_bf16(weight_NK) else (inputs, 0)
-    panels = torch.empty(groups * rows * LANES + more, dtype=torch.int32)
+    panels = _memory(groups * rows * LANES + more)
     source = weight_NK.detach().contiguous()
     core().call("pack", source, is_bf16(source), outputs, inputs, panels, torch.get_num_threads())
     return panels
+
+
+def _memory(words: int) -> Tensor:
+    """int32 [words], not initialised: in training the spare memory, where it is large enough."""
+    spare = _TRAINING.spare if _TRAINING.depth else None
+    if spare is None or spare.numel() < words:
+        return torch.empty(words, dtype=torch.int32)
+    _TRAINING.spare = None
+    return spare[:words]

@@ -109,6 +109,24 @@ def test_a_weight_in_training_leaves_nothing_behind_and_trusts_nothing():
     assert kept_bytes() == 0
 
 
+def test_memory_of_panels_is_used_again_in_training_and_never_shared():
+    x = torch.randn(3, 8)
+    large, small = (torch.randn(rows, 8, requires_grad=True) for rows in (40, 5))
+    linear(x, large)
+    spare = packs._TRAINING.spare
+    assert spare is not None
+    for weight in (small, large, small):
+        found = linear(x, weight).detach()
+        assert bits.equal(found, reference.linear(x, weight.detach()))
+        assert packs._TRAINING.spare is spare
+    with packs.scoped(large, trains=True), packs.scoped(small, trains=True):
+        outer, inner = (packs.panels_of(weight) for weight in (large, small))
+        assert outer.untyped_storage().data_ptr() != inner.untyped_storage().data_ptr()
+    kept = torch.randn(5, 8)
+    assert is_fresh(x, kept)
+    assert packs.panels_of(kept)._base is None  # kept panels hold no more than they need
+
+
 def test_inference_tensors_count_no_versions_and_are_never_kept():
     with torch.inference_mode():
         x, weight = torch.randn(3, 8), torch.randn(5, 8)

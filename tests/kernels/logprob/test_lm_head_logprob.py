@@ -54,6 +54,24 @@ def test_fused_gradients_are_single_chains_over_all_tokens(dtype):
     assert bits.equal(found[2], grad_bias(d_logits, out_dtype=dtype))
 
 
+@pytest.mark.parametrize("kept_floats", [0, 20 * VOCABULARY, 1 << 22])
+def test_logits_that_were_kept_and_those_computed_again_give_one_gradient(kept_floats, monkeypatch):
+    monkeypatch.setattr(fused, "MOST_ROWS", 16)
+    h, weight, bias, targets, temperature = tensors()
+    grad = torch.randn(ROWS, generator=torch.Generator().manual_seed(2))
+
+    def gradients(kept):
+        monkeypatch.setattr(fused, "KEPT_FLOATS", kept)
+        leaves = [each.clone().requires_grad_() for each in (h, weight, bias)]
+        lp = lm_head_logprob(leaves[0], leaves[1], targets, leaves[2], temperature)
+        first = torch.autograd.grad(lp, leaves, grad, retain_graph=True)
+        return first, torch.autograd.grad(lp, leaves, grad)
+
+    wanted, _ = gradients(0)
+    for found in gradients(kept_floats):  # the second pass finds what was kept overwritten
+        assert all(bits.equal(own, other) for own, other in zip(found, wanted, strict=True))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_fused_gradients_agree_with_an_independent_fp64_graph(dtype):
     h, weight, bias, targets, temperature = tensors(dtype)
