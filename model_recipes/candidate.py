@@ -70,10 +70,13 @@ ATTRIBUTES = _by_rule(
     {
         "environment": "environ getenv putenv",
         "file": "load save hub serialization from_file fromfile tofile load_library",
-        "code": "compile jit fx ops classes cpp_extension vmap",
+        "code": "compile jit fx ops classes cpp_extension vmap inline_asm_elementwise "
+        "extern_elementwise",
         "process": "multiprocessing distributed spawn",
         "thread": "futures",
-        "clock": "profiler Event benchmark testing",
+        "clock": "profiler Event benchmark testing globaltimer clock64",
+        "order": "atomic_add atomic_max atomic_min atomic_cas atomic_xchg atomic_and atomic_or "
+        "atomic_xor",
         "reflection": "os sys builtins importlib inspect gc ctypes modules utils types f_back",
         "settings": "backends use_deterministic_algorithms autocast manual_seed seed random "
         "set_num_threads set_num_interop_threads set_default_dtype set_default_device "
@@ -83,6 +86,9 @@ ATTRIBUTES = _by_rule(
         "deferred": "register_hook requires_grad_ Stream stream current_stream CUDAGraph Function",
     }
 )
+TRITON = {"tl": "triton.language", "triton": "triton"}
+"""Names that mean these modules in every file: what they are called by decides what may be used."""
+OF_TRITON = frozenset(("triton.jit", "tl.load", "triton.language.load"))
 _CUTS = frozenset(("detach", "no_grad", "inference_mode", "requires_grad", "data"))
 INCLUDES = frozenset(
     ("algorithm", "array", "bit", "cmath", "cstddef", "cstdint", "cstring", "immintrin.h", "limits",
@@ -298,10 +304,12 @@ def _node(node: ast.AST) -> Iterator[tuple[str, str]]:
         case ast.Attribute(attr=name):
             if name.startswith("_"):
                 yield "reflection", f"reaches for .{name}"
-            elif name in ATTRIBUTES and ast.unparse(node) != "triton.jit":
+            elif name in ATTRIBUTES and ast.unparse(node) not in OF_TRITON:
                 yield ATTRIBUTES[name], f"uses {ast.unparse(node)[:60]}"
             if isinstance(node.ctx, ast.Store | ast.Del):
                 yield "patch", f"assigns to {ast.unparse(node)[:60]}"
+        case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name) if name in TRITON:
+            yield "patch", f"gives {name} another meaning"
         case ast.Global() | ast.Nonlocal():
             yield "state", f"declares {', '.join(node.names)} {type(node).__name__.lower()}"
         case ast.Try() | ast.TryStar():
@@ -335,6 +343,13 @@ def _imports(node: ast.Import | ast.ImportFrom) -> Iterator[tuple[str, str]]:
     for name in names:
         if name not in IMPORTS:
             yield MODULES.get(name.split(".")[0], "import"), f"imports {name}"
+    for alias in node.names:
+        called = alias.asname or (alias.name if base else alias.name.split(".")[0])
+        full = f"{base}.{alias.name}" if base else alias.name
+        if called in TRITON and full.split(".")[0] != "triton":
+            yield "patch", f"gives {called} another meaning"
+        if called == "tl" and full != TRITON["tl"]:
+            yield "patch", "gives tl another meaning"
     for alias in node.names if isinstance(node, ast.ImportFrom) else ():
         if alias.name == "*":
             yield "import", f"imports everything of {base}"

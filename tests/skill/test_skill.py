@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,8 +31,9 @@ def tool(*words: str, folder: Path = ROOT) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_agentskills_finds_the_skill_valid():
+def test_agentskills_finds_the_skill_valid(record_property: Callable[[str, object], None]):
     done = tool("agentskills", "validate", str(SKILL))
+    record_property("agentskills validate", done.stdout.replace(str(ROOT), "."))
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -45,8 +47,11 @@ def published(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_skillsaw_has_no_warnings(published: Path):
+def test_skillsaw_has_no_warnings(
+    published: Path, record_property: Callable[[str, object], None]
+):
     done = tool("skillsaw", "lint", ".", folder=published)
+    record_property("skillsaw lint", done.stdout.replace(str(published), "."))
     assert done.returncode == 0, done.stdout
     assert re.search(r"Errors: +0\n +Warnings: 0", done.stdout), done.stdout
 

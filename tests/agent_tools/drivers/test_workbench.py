@@ -7,7 +7,7 @@ others end by their documented reasons and leave the repository as it was.
 import itertools
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -104,7 +104,7 @@ def git(folder: Path, *words: str) -> str:
 @pytest.fixture(scope="module")
 def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run's folder with its model, and the state before any patch: made once for both SDKs."""
-    folder = tmp_path_factory.mktemp("before") / "run"
+    folder = tmp_path_factory.mktemp("before") / "osprey"
     bench = Workbench(
         f"code:{task('osprey').write(folder / 'model')}", folder, gates=("C3", "C5"), size=SMALL
     )
@@ -116,14 +116,16 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("sdk", SDKS)
 def test_a_competent_model_ends_with_an_admitted_patch_green_gates_and_a_branch(
-    sdk: str, before: Path, api: FakeApi, tmp_path: Path
-):
+    sdk: str, before: Path, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    record_property: Callable[[str, object], None],
+):  # fmt: skip
     """Its kernel is for a contract that exists, so no person has to tick anything."""
-    folder = tmp_path / "run"
-    for part in ("model", "repository", "baseline"):
+    folder = tmp_path / "runs" / "osprey"
+    for part in ("repository", "baseline"):
         shutil.copytree(before / part, folder / part)
-    spec = f"code:{before / 'model'}"
-    bench = Workbench(spec, folder, gates=("C3", "C5"), size=SMALL)
+    shutil.copytree(before / "model", tmp_path / "models" / "osprey")
+    monkeypatch.chdir(tmp_path)
+    bench = Workbench("code:models/osprey", folder, gates=("C3", "C5"), size=SMALL)
     seen: list[str] = []
 
     def then(results: list[str]) -> Say:
@@ -152,6 +154,7 @@ def test_a_competent_model_ends_with_an_admitted_patch_green_gates_and_a_branch(
     assert git(repository, "rev-parse", pull.branch) == pull.commits[-1]
     assert git(repository, "status", "--porcelain") == ""
     text = Path(pull.body).read_text()
+    record_property("body", text)
     assert pull.gates == "pass"
     assert "| C3 Batch |" in text
     assert "(red)" in text

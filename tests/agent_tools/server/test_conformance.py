@@ -110,7 +110,9 @@ def test_the_generic_scenarios_pass(url: str, version: str, tmp_path: Path, reco
 
 
 @pytest.mark.parametrize("era", ["legacy", "auto", "modern"])
-def test_inspector_finds_no_fault_in_the_schemas(workspace: Path, era: str, tmp_path: Path):
+def test_inspector_finds_no_fault_in_the_schemas(
+    workspace: Path, era: str, tmp_path: Path, record_property
+):
     python = str(Path(os.environ.get("VIRTUAL_ENV", CHECKS.target().parent)) / "bin" / "python")
     script = tmp_path / "serve.py"
     script.write_text(f"import sys; sys.argv = ['zm', 'serve']\n{ENTRY}\n")
@@ -118,6 +120,8 @@ def test_inspector_finds_no_fault_in_the_schemas(workspace: Path, era: str, tmp_
         "inspector", "--cli", python, str(script), "--method", "tools/list", "--strict",
         "--protocol-era", era, "--connect-timeout", str(1000 * PATIENCE), folder=workspace,
     )  # fmt: skip
+    said = " ".join(done.stderr.split()) or "nothing"
+    record_property(f"inspector, {era}", f"exit {done.returncode}; stderr: {said}")
     assert done.returncode == 0, done.stderr
     assert '"name": "localize"' in done.stdout
     assert "error" not in done.stderr.replace("0 errors", "")

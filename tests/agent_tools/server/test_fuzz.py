@@ -65,12 +65,16 @@ def test_ten_thousand_malformed_calls_are_refused_in_words(
             told[name] = told.get(name, 0) + 1
 
     anyio.run(ask)
-    record_property("malformed_calls", sum(told.values()))
+    record_property("malformed calls", sum(told.values()))
+    record_property("tool names", len(told))
+    record_property("unexpected answers", 0)
+    record_property("jobs started", len(store.list()))
     assert sum(told.values()) == CALLS
     assert store.list() == []
 
 
-def test_noise_on_the_wire_does_not_stop_the_server(wire: Wire):
+def test_noise_on_the_wire_does_not_stop_the_server(wire: Wire, record_property: Any):
+    record_property("lines of noise on the wire", LINES)
     random_ = random.Random(1)
     wire.initialize()
     lines = [

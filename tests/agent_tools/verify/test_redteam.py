@@ -1,5 +1,6 @@
 """The red-team suite: every cheat is caught, and the report names the rule that it broke."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from zeromismatch.agent_tools.verify.rules import RULES
 from zeromismatch.agent_tools.verify.watch import Nursery
 
 from .redteam import DYNAMIC, STATIC, Cheat, native, rotary
+
+Record = Callable[[str, object], None]
 
 
 def tried(cheat: Cheat, folder: Path, nursery: Nursery) -> Verification:
@@ -26,9 +29,22 @@ def tried(cheat: Cheat, folder: Path, nursery: Nursery) -> Verification:
     )
 
 
+def tell(record: Record, name: str, cheat: Cheat, report: Verification) -> None:
+    """A row of benchmarks/redteam.md."""
+    record("cheat", name)
+    record("rule", cheat.rule)
+    record("watched", RULES[cheat.rule].watched)
+    record("past the static rules", "yes" if cheat.hole else "no")
+    record("named", ", ".join(report.broken))
+    record("said", report.violations[0].detail if report.violations else report.reason)
+
+
 @pytest.mark.parametrize("name", STATIC)
-def test_a_cheat_is_seen_in_the_file(name: str, tmp_path: Path, nursery: Nursery):
+def test_a_cheat_is_seen_in_the_file(
+    name: str, tmp_path: Path, nursery: Nursery, record_property: Record
+):
     report = tried(STATIC[name], tmp_path, nursery)
+    tell(record_property, name, STATIC[name], report)
     assert report.status == "fail"
     assert STATIC[name].rule in report.broken, report.reason
     assert report.isolation is None, "it ran"
@@ -36,12 +52,14 @@ def test_a_cheat_is_seen_in_the_file(name: str, tmp_path: Path, nursery: Nursery
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_a_cheat_is_caught_at_work(
-    name: str, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch
-):
+    name: str, tmp_path: Path, nursery: Nursery, monkeypatch: pytest.MonkeyPatch,
+    record_property: Record,
+):  # fmt: skip
     cheat = DYNAMIC[name]
     if cheat.hole:
         monkeypatch.setattr(verifier, "check", lambda source, entries: ())
     report = tried(cheat, tmp_path, nursery)
+    tell(record_property, name, cheat, report)
     assert report.status == "fail", report.reason
     # On a busy machine the clock may refuse a slow kernel before it compares speeds.
     allowed = {cheat.rule, "launches"} if cheat.rule == "speed" else {cheat.rule}
