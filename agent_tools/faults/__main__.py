@@ -1,10 +1,11 @@
-"""Write the table: ``python -m zeromismatch.agent_tools.faults > benchmarks/faults.md``."""
+"""Write the table: ``python -m zeromismatch.agent_tools.faults FOLDER > benchmarks/faults.md``."""
 
 import sys
+from pathlib import Path
 
 from .table import table
 
 if __name__ == "__main__":
-    text, right = table()
+    text, right = table(Path(sys.argv[1]))
     sys.stdout.write(text)
     raise SystemExit(0 if right else 1)

@@ -28,7 +28,7 @@ from .kernels import KERNELS
 
 MAX_SECONDS, MAX_BYTES = 10.0, 5_000_000
 """What a repro of any planted fault may take."""
-SHRINKING = 20.0
+SHRINKING = 10.0
 
 Kind = Literal["operator", "engines"]
 

@@ -1,18 +1,22 @@
 """The table of faults, as benchmarks/faults.md shows it: run each with the fault and without.
 
-    python -m zeromismatch.agent_tools.faults > benchmarks/faults.md      # some minutes
+    python -m zeromismatch.agent_tools.faults runs/faults > benchmarks/faults.md    # a quarter hour
 
+The folder keeps what was named and the repros; what is there already is not made again, so that a
+second call only runs the repros alone and takes their time, on an idle machine.
 Every entry of the field reports that the project keeps is a row: planted here as a switch, or held
 elsewhere with the reason and the test. The exit code is 1 when a fault is not named as the
 catalogue says, something is named without it, or its repro does not show it in time.
 """
 
-import tempfile
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...model_recipes.models import LoadedModel, load_model
+from ..records import Record
+from ..report import write_whole
 from .alone import Alone, Kind, run_alone, write_repro_of
 from .catalogue import FAULTS, Fault
 from .checking import Caught, check
@@ -23,10 +27,10 @@ COLUMNS = ("id", "fault", "report", "must be named", "operator", "with it", "wit
 
 HEADER = f"""# Planted faults
 
-Written by `python -m zeromismatch.agent_tools.faults` on a tiny Llama: what people in this field
-met, replayed in our own rollout engine as a switch (`agent_tools/faults/`). *With it* is what the
-tool named while the fault was planted, *without it* what the same check named after the switch was
-off. `{TEST}` repeats every row and checks this file.
+Written by `python -m zeromismatch.agent_tools.faults runs/faults` on a tiny Llama: what people in
+this field met, replayed in our own rollout engine as a switch (`agent_tools/faults/`). *With it* is
+what the tool named while the fault was planted, *without it* what the same check named after the
+switch was off. `{TEST}` repeats every row and checks this file.
 *Its repro alone* is the file that `zm repro` writes for it, run as a process of its own with one
 thread, imports included: what it runs (one call of an operator, or both engines on few tokens),
 seconds on the clock, seconds of processor time, and the bytes of its folder. It ended with exit
@@ -141,14 +145,42 @@ def held_lines() -> Iterator[str]:
         yield line((name, held.line, held.source, held.why, test))
 
 
-def table(model: LoadedModel | None = None) -> tuple[str, bool]:
+class Tried(Record):
+    """What was named with a fault and without it, and which kind of repro was written."""
+
+    planted: Caught
+    clean: Caught
+    kind: Kind
+
+
+def tried(fault: Fault, folder: Path) -> Tried:
+    """From the folder where it is there, else made."""
+    file = folder / "tried.json"
+    if not file.is_file():
+        model = tiny()
+        planted, clean = (
+            check(fault.id, model, planted=on).model_copy(update={"divergence": None})
+            for on in (True, False)
+        )
+        kind = write_repro_of(fault.id, model, folder / "repro")
+        found = Tried(planted=planted, clean=clean, kind=kind)
+        write_whole(file, found.model_dump_json(indent=2) + "\n")
+    return Tried.model_validate_json(file.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def tiny() -> LoadedModel:
+    """The model of the table."""
+    return load_model("tiny:llama")
+
+
+def table(folder: Path) -> tuple[str, bool]:
     """The whole file, and whether every row is as it should be."""
-    model = model or load_model("tiny:llama")
     lines, right = [HEADER, line(COLUMNS), line(("---",) * len(COLUMNS))], True
-    for fault in FAULTS.values():
-        planted, clean = check(fault.id, model), check(fault.id, model, planted=False)
-        with tempfile.TemporaryDirectory() as name:
-            kind, alone = write_repro_of(fault.id, model, Path(name)), run_alone(Path(name))
-        right = right and planted.right and not clean.named and alone.within
-        lines.append(line(row(fault, planted, clean, repro_cell(kind, alone))))
+    found = {name: tried(fault, folder / name) for name, fault in FAULTS.items()}
+    for name, each in found.items():
+        alone = run_alone(folder / name / "repro")
+        right = right and each.planted.right and not each.clean.named and alone.within
+        cell = repro_cell(each.kind, alone)
+        lines.append(line(row(FAULTS[name], each.planted, each.clean, cell)))
     return "\n".join([*lines, *held_lines()]) + "\n", right
