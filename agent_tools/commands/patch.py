@@ -1,4 +1,4 @@
-"""``zm patch propose``, ``apply``, ``revert``: a change that is admitted or never happened."""
+"""``zm patch propose``, ``apply``, ``revert``, ``draft``: admitted, or it never happened."""
 
 import sys
 from pathlib import Path
@@ -24,6 +24,7 @@ def register(app: typer.Typer) -> None:
     patches.command()(propose)
     patches.command()(apply)
     patches.command()(revert)
+    patches.command()(draft)
     app.add_typer(patches, name="patch")
 
 
@@ -108,6 +109,54 @@ def revert(run: Run, json: options.Json = False) -> Answer:
     from ..patch import revert_patch
 
     return _answer(revert_patch(run))
+
+
+@command
+def draft(
+    model: options.Model,
+    folder: Annotated[
+        Path, typer.Argument(metavar="DRAFT", help="A folder with kernels/ and no recipe.yaml.")
+    ],
+    only: Annotated[
+        str | None, typer.Option(metavar="GATES", help="Gates to hold it to; default: five.")
+    ] = None,
+    dtype: options.Dtype = "float32",
+    seed: options.Seed = 0,
+    out: options.Out = None,
+    json: options.Json = False,
+) -> Answer:
+    """Make a draft's kernels a recipe, and the recipe a patch: the whole way, in one call.
+
+    The run's folder gets a git repository of its own whose first commit is the model as the
+    framework runs it, a repro and a gate report of that state, the recipe (proved), and the patch.
+    Exit 0 admitted (next: `zm recipe pr` with the patch's run), 1 refused, 3 everything is green
+    and a new contract waits for a person, who repeats `zm patch apply` with --reviewed.
+    """
+    import shutil
+
+    from ...kernels.errors import UsageError
+    from ..drivers.admission import judgement
+    from ..drivers.workbench import GATES, Workbench
+    from .measure import new_folder
+
+    files = sorted((folder / "kernels").glob("*.py"))
+    if not files or (folder / "recipe.yaml").exists():
+        raise UsageError(f"{folder} is no draft; give one with kernels/*.py and no recipe.yaml")
+    run = out or new_folder("draft")
+    names = GATES if only is None else [name.strip().upper() for name in only.split(",")]
+    bench = Workbench(model, run, dtype=dtype, seed=seed, gates=names)
+    (bench.draft / "kernels").mkdir(parents=True, exist_ok=True)
+    for file in files:
+        shutil.copy(file, bench.draft / "kernels")
+    with stages() as progress:
+        bench.admission.progress = progress
+        report = bench.admission.admit()
+    told = judgement(report, bench.admission.last_gates())
+    answer = _answer(report)
+    place = bench.admission.run_folder()
+    more = f"Run of the patch: {place}. Gates: {told.green} of {told.of} green."
+    code = answer.exit_code or int(not told.passed)
+    return Answer(document=report, text=[*answer.text, more], exit_code=code)
 
 
 def _answer(report: "PatchReport") -> Answer:

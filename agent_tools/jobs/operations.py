@@ -238,6 +238,11 @@ OPERATIONS = {
             outputs=("run",), read_only=False, destructive=True, limit_seconds=300.0,
         ),
         Operation(
+            name="patch_draft", title="From a draft's kernels to an admitted patch, in one call",
+            function="commands.patch:draft", result="patch.records:PatchReport", folder=True,
+            read_only=False, limit_seconds=14400.0,
+        ),
+        Operation(
             name="playbook", title="What to do about a cause",
             function="commands.playbook:playbook", result="jobs.documents:Playbooks", direct=True,
         ),

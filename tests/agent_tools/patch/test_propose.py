@@ -140,3 +140,11 @@ def test_the_command_line_refuses_with_exit_code_1(
     assert run([*words, "--repository", str(repository)]) == 1
     assert "denied-file" in capsys.readouterr().out
     assert run(["patch", "apply", str(tmp_path / "none"), "--gates", str(tmp_path)]) == 2
+
+
+def test_a_folder_without_kernels_is_no_draft(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["patch", "draft", "tiny:llama", str(tmp_path), "--out", str(tmp_path / "o")]) == 2
+    assert "is no draft" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()

@@ -43,6 +43,19 @@ async def test_every_operation_is_a_described_tool(server: ToolServer, era: str)
 def test_what_only_a_person_may_accept_is_not_offered():
     assert "allow_missing" not in OPERATIONS["verify"].parameters()
     assert "reviewed" not in OPERATIONS["patch_apply"].parameters()
+    assert not any("tick" in each.function for each in OPERATIONS.values())
+    assert {"config", "resume"} & set(OPERATIONS["train"].parameters()) == set()
+    assert set(OPERATIONS["eval_agent"].parameters()) == {"only", "out"}
+
+
+@pytest.mark.parametrize("tool", ["train", "study"])
+async def test_no_task_runs_somebodys_function(server: ToolServer, store: Store, tool: str):
+    async with Client(server, mode="legacy") as client:
+        given = {"recipe": "r"} if tool == "train" else {"model": "tiny:llama"}
+        answer = await client.call_tool(tool, {**given, "task": "os:system"})
+        assert answer.is_error
+        assert "ask a person" in text_of(answer)
+    assert store.list() == []
 
 
 def test_the_schemas_are_those_of_the_records():
@@ -132,6 +145,13 @@ def calls_with(path: str) -> list[tuple[str, dict[str, Any]]]:
         ("patch_apply", {"run": "runs/p", "gates": "g", "repro": path}),
         ("patch_apply", {"run": "runs/p", "gates": "g", "kernel": [f"{path}=c"]}),
         ("patch_revert", {"run": path}),
+        ("patch_draft", {**model, "folder": path}),
+        ("patch_draft", {"model": f"code:{path}", "folder": "d"}),
+        ("verify", {"file": "f", "contract": "c", "model": f"code:{path}"}),
+        ("recipe_pr", {"folder": path}),
+        ("recipe_pr", {"folder": "r", "repository": path}),
+        ("train", {"recipe": path}),
+        ("eval_agent", {"out": path}),
     ]
 
 

@@ -15,6 +15,7 @@ import pytest
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters
 
+from zeromismatch.model_recipes import ticks
 from zeromismatch.model_recipes.models import load_model
 from zeromismatch.model_recipes.plan import aligned_plan
 from zeromismatch.model_recipes.schema import Recipe, RecipeKernel, file_digest, save_recipe
@@ -87,6 +88,7 @@ def faulty(workspace: Path) -> Path:
     (folder / "kernels" / "hasty.py").write_text(HASTY)
     own = "hasty_norm.halves.float32.cpu.v1"
     write_recipe(folder, "kernels/hasty.py", own, {"hasty_norm": own})
+    ticks.tick(folder, own, by="somebody who did not look")
     (workspace / ".gitignore").write_text("runs/\n")
     (workspace / "runs").mkdir()
     git(workspace, "init", "-q", "-b", "main")
