@@ -102,6 +102,8 @@ class UpdateRecord(BaseModel):
     """Always 0: anything else stops the run."""
     weights_root: str
     """Digest of the weights after the update."""
+    plan_digest: str
+    """Of the contracts that rollout and trainer computed by."""
 
     rollout_seconds: float
     train_seconds: float
@@ -164,6 +166,7 @@ def record_of(facts: UpdateFacts, earlier: Sequence[float] = ()) -> UpdateRecord
         moves=moved_against(facts.logp, facts.after, batch) if facts.after is not None else None,
         nonfinite=0,
         weights_root=facts.weights_root,
+        plan_digest=facts.plan_digest,
         rollout_seconds=facts.rollout_seconds,
         train_seconds=facts.train_seconds,
         sync_seconds=facts.sync_seconds,

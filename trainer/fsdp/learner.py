@@ -43,6 +43,8 @@ from ..losses.catalogue import loss_named
 from .shard import Shard
 
 STOP_SECONDS = 20.0
+IDLE_FACTOR = 4
+"""A rank ends that rank 0 asked for nothing for this many ``wait_seconds``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,8 +255,11 @@ def _follow(rank: int, spec: RankSpec, connection: Connection) -> None:
     """A rank other than 0: do what rank 0 does, until it says so or is gone."""
     torch.set_num_threads(1)
     own = Rank(rank, spec)
+    idle = IDLE_FACTOR * spec.config.wait_seconds
     while True:
         try:
+            if not connection.poll(idle):
+                raise SystemExit(f"zm: rank {rank} heard nothing from rank 0 for {idle:.0f} s")
             asked = connection.recv()
         except (EOFError, OSError):
             return  # rank 0 is gone

@@ -7,7 +7,9 @@ can be older than ``lag`` when its gradient is taken: where there is no free slo
 Nothing is dropped, nothing overtakes: the learner waits for the oldest group.
 
 In deterministic mode group n starts on version max(0, u - lag), whatever the timing; in free mode
-on the newest published one.
+on the newest published one. What a killed run had claimed keeps its version: a resumed run draws
+the same responses from the same weights. Claims are made in the order of groups, so their versions
+never fall.
 
     claim = buffer.claim(4, timeout=600)      # a producer
     buffer.put(claim.groups[0], group)
@@ -39,7 +41,8 @@ class Closed(Exception):
 
 
 class WorkBuffer(Generic[G]):
-    """See the module. ``held``: groups that arrived before (a resumed run)."""
+    """See the module. Of a resumed run: ``held``, groups that arrived before it ended, and
+    ``claimed``, the versions of those that were on their way."""
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class WorkBuffer(Generic[G]):
         version: int = 0,
         deterministic: bool = True,
         held: Mapping[int, G] | None = None,
+        claimed: Mapping[int, int] | None = None,
     ) -> None:
         self.groups, self.lag = groups, lag
         self.version = version
@@ -60,6 +64,7 @@ class WorkBuffer(Generic[G]):
         first = version * groups
         self._waiting = [n for n in range(first, self._last) if n not in self._arrived]
         self._waiting.reverse()  # the next to start is at the end
+        self._claimed = {n: v for n, v in (claimed or {}).items() if n in self._waiting}
         self._started: dict[int, int] = {}
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
@@ -76,13 +81,15 @@ class WorkBuffer(Generic[G]):
             self.blocked_seconds += time.monotonic() - began
             if not self._waiting:
                 raise Closed
-            update = self._waiting[-1] // self.groups
+            first = self._waiting[-1]
+            start = self._start_of(first)
             claimed: list[int] = []
             while self._waiting and len(claimed) < count:
-                if self._waiting[-1] // self.groups != update:
+                number = self._waiting[-1]
+                if number // self.groups != first // self.groups or self._start_of(number) != start:
                     break
                 claimed.append(self._waiting.pop())
-            start = max(0, update - self.lag) if self.deterministic else self.version
+                self._claimed.pop(number, None)
             self._started.update(dict.fromkeys(claimed, start))
             return Claim(groups=tuple(claimed), version=start)
 
@@ -121,7 +128,7 @@ class WorkBuffer(Generic[G]):
         resumed with more updates.
         """
         with self._changed:
-            needed = [self.version, *self._started.values()]
+            needed = [self.version, *self._started.values(), *self._claimed.values()]
             if self.deterministic:
                 following = self._waiting[-1] if self._waiting else self._last
                 needed.append(max(0, following // self.groups - self.lag))
@@ -135,7 +142,17 @@ class WorkBuffer(Generic[G]):
             self._changed.notify_all()
 
     def _may_start(self) -> bool:
-        return not self._waiting or self._waiting[-1] // self.groups - self.lag <= self.version
+        if not self._waiting:
+            return True
+        number = self._waiting[-1]
+        room = number // self.groups - self.lag <= self.version
+        return room and self._claimed.get(number, 0) <= self.version
+
+    def _start_of(self, number: int) -> int:
+        """The version that a group starts on, now that it may."""
+        if self.deterministic:
+            return max(0, number // self.groups - self.lag)
+        return self._claimed.get(number, self.version)
 
     def _wait(self, ready: Callable[[], bool], timeout: float, what: str) -> None:
         if not self._changed.wait_for(lambda: self._closed or ready(), timeout):

@@ -1,12 +1,16 @@
 """The run folder: one run at a time, one config for life.
 
-    run/config.json  arrived.jsonl  checkpoints/  versions/  lock
+    run/config.json  about.json  arrived.jsonl  checkpoints/  versions/  lock
 
-The lock belongs to the process and goes with it, however it ends.
+``about.json`` says what the settings only name: model, dtype, task and the plan's digest, so that a
+recipe which changed under its name does not continue a run. The lock belongs to the process and
+goes with it, however it ends.
 """
 
 import fcntl
+import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import ValidationError
@@ -19,16 +23,20 @@ from .journal import Journal
 from .versions import Versions
 
 CONFIG = "config.json"
+ABOUT = "about.json"
 
 
 class RunFolder:
     """See the module. ``resume``: whether the folder must hold a run already, or must not."""
 
-    def __init__(self, path: Path, config: TrainConfig, *, resume: bool) -> None:
+    def __init__(
+        self, path: Path, config: TrainConfig, *, resume: bool, about: Mapping[str, str]
+    ) -> None:
         self.path = path
         self._lock = _locked(path)
         try:
-            self._check(config, resume)
+            self._check(config, resume, about)
+            replace_whole(path / ABOUT, json.dumps(dict(about), indent=2) + "\n")
             replace_whole(path / CONFIG, config.model_dump_json(indent=2) + "\n")
             self.versions = Versions(path / "versions")
             self.checkpoints = Checkpoints(path / "checkpoints")
@@ -37,7 +45,7 @@ class RunFolder:
             self.close()
             raise
 
-    def _check(self, config: TrainConfig, resume: bool) -> None:
+    def _check(self, config: TrainConfig, resume: bool, about: Mapping[str, str]) -> None:
         kept = self.path / CONFIG
         if kept.exists() and not resume:
             raise UsageError(
@@ -46,7 +54,16 @@ class RunFolder:
             )
         if not resume:
             return
-        wrong = differences(read_config(self.path), config)
+        settings = differences(read_config(self.path), config)
+        kept_about = _read_about(self.path)
+        wrong = [
+            *settings,
+            *(
+                f"{name}: {kept_about.get(name)} -> {value}"
+                for name, value in about.items()
+                if kept_about.get(name) != value
+            ),
+        ]
         if wrong:
             raise UsageError(
                 f"{self.path} was started with other settings: {'; '.join(wrong)}; resume with the "
@@ -68,6 +85,16 @@ def read_config(path: Path) -> TrainConfig:
     except ValidationError as error:
         raise CheckpointError(
             f"{file} cannot be read: {error.errors()[0]['msg']}; restore it, or start a new run"
+        ) from error
+
+
+def _read_about(path: Path) -> dict[str, str]:
+    file = path / ABOUT
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{file} cannot be read: {error}; restore it, or start a new run"
         ) from error
 
 

@@ -23,6 +23,8 @@ from .crossing import Crossing
 from .worker import Generated, RolloutWorker, WorkerSpec
 
 STOP_SECONDS = 10.0
+IDLE_FACTOR = 4
+"""A worker process ends that nobody asked for anything for this many ``wait_seconds``."""
 
 
 class WorkerDied(ZeroMismatchError):
@@ -102,8 +104,11 @@ class ProcessHost:
 def _serve(connection: Connection, spec: WorkerSpec) -> None:
     """The worker process: answer calls until there are no more."""
     worker: RolloutWorker | None = None
+    idle = IDLE_FACTOR * spec.config.wait_seconds
     while True:
         try:
+            if not connection.poll(idle):
+                return  # nobody asks any more; whoever does finds a worker gone and starts another
             asked = connection.recv()
         except (EOFError, OSError):
             return  # the run is gone

@@ -190,8 +190,9 @@ class UpdateFacts:
     batch, logp (fp32 [N]), output: the whole update's, detached. audit: the kernel term's evidence.
     gradient_norm: before any clipping. cap: L. rollout_seconds, train_seconds, sync_seconds,
     wait_seconds, blocked_seconds: rollout work, gradient and optimiser, publication, the learner's
-    waiting for samples, the producers' waiting for room. tokens: rows the learner computed. after:
-    fp32 [N], the same tokens' logprobs under the weights after the update, where it was asked for.
+    waiting for samples, the producers' waiting for room. tokens: rows the learner computed.
+    plan_digest: of the contracts that both sides computed by. after: fp32 [N], the same tokens'
+    logprobs under the weights after the update, where it was asked for.
     """
 
     batch: Batch
@@ -208,4 +209,5 @@ class UpdateFacts:
     blocked_seconds: float
     tokens: int
     weights_root: str
+    plan_digest: str
     after: Tensor | None = None

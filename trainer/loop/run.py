@@ -7,7 +7,8 @@ write them to the journal and put them back. The learner takes the oldest comple
 its lag, steps, checks the kernel term, publishes the new version and writes a checkpoint when one
 is due. Whatever fails anywhere ends the run with its own error; ``resume=True`` goes on from the
 last checkpoint, the journal and the published versions: in deterministic mode with the bits of the
-run that was never interrupted, in free mode without losing a group that had arrived.
+run that was never interrupted; in free mode without losing a group that had arrived, and with those
+that were on their way drawn again from the version that they had started on.
 
 ``pytest tests/trainer/loop`` exercises it; the command is ``zm train``.
 """
@@ -90,7 +91,15 @@ def train(
     model: the model as loaded, with no plan on it; it is trained in place. None loads it.
     """
     began = time.perf_counter()
-    with contextlib.closing(RunFolder(folder, setup.config, resume=resume)) as opened:
+    about = {
+        "model": setup.model,
+        "dtype": setup.dtype,
+        "model_seed": str(setup.model_seed),
+        "task": setup.task.name,
+        "plan": setup.plan.digest,
+    }
+    opening = RunFolder(folder, setup.config, resume=resume, about=about)
+    with contextlib.closing(opening) as opened:
         run = _Run(setup, opened, model)
         try:
             resumed_at = run.learner.version
@@ -140,6 +149,7 @@ class _Run:
             version=version,
             deterministic=config.mode == "deterministic",
             held=folder.journal.held(),
+            claimed=folder.journal.claimed(),
         )
         self.spec = WorkerSpec(
             model=setup.model,
@@ -235,6 +245,7 @@ class _Run:
             blocked_seconds=spent["blocked"],
             tokens=step.tokens,
             weights_root=self.root,
+            plan_digest=self.setup.plan.digest,
             after=after,
         )
 
@@ -301,6 +312,7 @@ class _Run:
             try:
                 while True:
                     claim = self.buffer.claim(count, timeout=self.config.wait_seconds)
+                    self.folder.journal.claim(claim.groups, claim.version)
                     host = self._serve(host, index, claim.groups, claim.version)
             finally:
                 host.close()

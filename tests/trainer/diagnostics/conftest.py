@@ -42,6 +42,7 @@ def make_facts(version: int = 5, *, shift: float = 0.1, after: torch.Tensor | No
         blocked_seconds=0.0,
         tokens=40,
         weights_root="ab" * 16,
+        plan_digest="cd" * 16,
         after=after,
     )
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from zeromismatch.kernels.errors import BudgetError, UsageError
-from zeromismatch.trainer.loop.buffer import Closed, WorkBuffer
+from zeromismatch.trainer.loop.buffer import Claim, Closed, WorkBuffer
 
 NOW = 0.01
 
@@ -102,6 +102,25 @@ def test_a_resumed_buffer_claims_only_what_has_not_arrived() -> None:
     claim = buffer.claim(9, timeout=NOW)
     assert (claim.groups, claim.version) == ((4,), 0)
     assert buffer.oldest_needed() == 0
+
+
+def test_what_was_claimed_before_starts_on_its_version_once_that_is_there() -> None:
+    buffer: WorkBuffer[int] = WorkBuffer(
+        groups=2, lag=3, updates=5, version=2, deterministic=False, held={4: 4},
+        claimed={4: 1, 5: 1, 6: 3},
+    )  # fmt: skip
+    assert buffer.oldest_needed() == 1
+    assert buffer.claim(9, timeout=NOW) == Claim(groups=(5,), version=1)
+    with pytest.raises(BudgetError):
+        buffer.claim(9, timeout=NOW)  # version 3 was published, and must be again
+    buffer.put(5, 5)
+    buffer.take(2, timeout=NOW)
+    buffer.published(3)
+    buffer.published(4)
+    assert buffer.oldest_needed() == 3
+    assert buffer.claim(9, timeout=NOW) == Claim(groups=(6,), version=3)
+    assert buffer.claim(9, timeout=NOW) == Claim(groups=(7,), version=4)
+    assert buffer.claim(9, timeout=NOW) == Claim(groups=(8, 9), version=4)
 
 
 def test_versions_that_more_updates_would_need_are_kept() -> None:

@@ -112,17 +112,32 @@ def test_a_torn_line_of_the_journal_is_dropped_and_the_rest_kept(tmp_path: Path)
     assert sorted(Journal(file).held()) == [1, 2]
 
 
+def test_groups_on_their_way_keep_the_version_that_they_started_on(tmp_path: Path) -> None:
+    file = tmp_path / "arrived.jsonl"
+    journal = Journal(file)
+    journal.claim((0, 1), 0)
+    journal.claim((2,), 1)
+    journal.append([Group(number=1, trajectories=(trajectory(1),))])
+    assert journal.claimed() == Journal(file).claimed() == {0: 0, 2: 1}
+    journal.keep_from(1)
+    again = Journal(file)
+    assert (again.claimed(), sorted(again.held())) == ({2: 1}, [1])
+
+
+ABOUT = {"model": "tiny:qwen3", "plan": "one"}
+
+
 def config(**changes: object) -> TrainConfig:
     return TrainConfig.model_validate({"recipe": "r", "task": "even", **changes})
 
 
 def test_two_runs_in_one_folder_are_refused(tmp_path: Path) -> None:
-    first = closing(RunFolder(tmp_path, config(), resume=False))
+    first = closing(RunFolder(tmp_path, config(), resume=False, about=ABOUT))
     with first, pytest.raises(UsageError, match=r"another run is at work"):
-        RunFolder(tmp_path, config(), resume=True)
+        RunFolder(tmp_path, config(), resume=True, about=ABOUT)
     with pytest.raises(UsageError, match=r"already holds a run.*--resume"):
-        RunFolder(tmp_path, config(), resume=False)
-    RunFolder(tmp_path, config(updates=900), resume=True).close()
+        RunFolder(tmp_path, config(), resume=False, about=ABOUT)
+    RunFolder(tmp_path, config(updates=900), resume=True, about=ABOUT).close()
 
 
 def test_the_lock_goes_with_a_killed_process(tmp_path: Path) -> None:
@@ -139,15 +154,17 @@ def test_the_lock_goes_with_a_killed_process(tmp_path: Path) -> None:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
         with pytest.raises(UsageError, match=r"another run"):
-            RunFolder(tmp_path, config(), resume=False)
+            RunFolder(tmp_path, config(), resume=False, about=ABOUT)
         other.kill()
         other.wait(60)
-    RunFolder(tmp_path, config(), resume=False).close()
+    RunFolder(tmp_path, config(), resume=False, about=ABOUT).close()
 
 
 def test_resuming_with_other_settings_lists_every_difference(tmp_path: Path) -> None:
-    RunFolder(tmp_path, config(lag=2, seed=1), resume=False).close()
-    with pytest.raises(UsageError, match=r"lag: 2 -> 3; seed: 1 -> 5"):
-        RunFolder(tmp_path, config(lag=3, seed=5), resume=True)
+    RunFolder(tmp_path, config(lag=2, seed=1), resume=False, about=ABOUT).close()
+    other = ABOUT | {"plan": "other"}
+    with pytest.raises(UsageError, match=r"lag: 2 -> 3; seed: 1 -> 5; plan: one -> other;"):
+        RunFolder(tmp_path, config(lag=3, seed=5), resume=True, about=other)
+    RunFolder(tmp_path, config(lag=2, seed=1), resume=True, about=ABOUT).close()
     with pytest.raises(CheckpointError, match=r"holds no run"):
-        RunFolder(tmp_path / "nothing", config(), resume=True)
+        RunFolder(tmp_path / "nothing", config(), resume=True, about=ABOUT)

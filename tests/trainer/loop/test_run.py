@@ -117,10 +117,11 @@ class Slow:
         return float(trajectory.tokens[-1] % 2)
 
 
-def test_a_publication_in_mid_response_is_recorded_per_token_and_each_part_audited_as_such(
-    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+@pytest.mark.parametrize("partial", ["recorded", "forbidden"])
+def test_a_publication_in_mid_response_is_forbidden_or_recorded_per_token_and_audited_as_such(
+    partial: str, fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    settings = {"mode": "free", "partial": "recorded", "audit": 4, "group_size": 2}
+    settings = {"mode": "free", "partial": partial, "audit": 4, "group_size": 2}
     _, facts = run(setup_of(Slow(), lag=3, updates=8, **settings), tmp_path, fresh())
     mixed = 0
     for one in facts:
@@ -130,7 +131,8 @@ def test_a_publication_in_mid_response_is_recorded_per_token_and_each_part_audit
             versions = one.batch.versions[one.batch.response == response]
             assert bool((versions.diff() >= 0).all())
             mixed += int(versions[0] != versions[-1])
-    assert mixed > 0
+    assert (mixed > 0) == (partial == "recorded")
+    assert len({int(version) for one in facts for version in one.batch.versions}) > 1
 
 
 def test_stock_kernels_are_stopped_at_the_first_token_that_differs(
@@ -196,7 +198,7 @@ def test_equal_rewards_move_nothing(fresh: Fresh, setup_of: SetupOf, tmp_path: P
 
 
 FATAL_TASK = """
-import os, signal
+import signal
 from pathlib import Path
 from zeromismatch.trainer.tasks.codec import ByteCodec
 from zeromismatch.trainer.tasks.even import Even
@@ -207,13 +209,14 @@ class Fatal:
     even = Even(vocabulary=3011)
 
     def prompt(self, index, rng):
+        mark = Path(__file__).with_name("died")
+        if index == 3 and not mark.exists():
+            mark.touch()
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.02)  # of processor time: while it decodes
         return self.even.prompt(index, rng)
 
     def score(self, trajectory):
-        mark = Path(__file__).with_name("died")
-        if trajectory.group == 3 and not mark.exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+        Path(__file__).with_name("scored").open("a").write(f"{trajectory.id}\\n")
         return self.even.score(trajectory)
 
 def make(codec):
@@ -232,6 +235,8 @@ def test_a_worker_process_killed_in_mid_generation_costs_no_bit(
     setup = setup_of(task, lag=1, updates=3, placement="processes", wait_seconds=800)
     got, _ = run(setup, tmp_path / "processes", fresh())
     assert (tmp_path / "died").exists()
+    # it died before it had finished the group, which was drawn once more
+    assert (tmp_path / "scored").read_text().count("3/0") == 1
     assert got.weights_root == wanted.weights_root
 
 
