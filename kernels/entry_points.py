@@ -33,9 +33,10 @@ GRADIENTS: dict[str, dict[str, str]] = {
     **{
         op: {"backward": f"{op}_grad"}
         for op in (
-            "activation", "activation_gelu", "attention", "combine", "embedding", "gated",
-            "gated_gelu", "grouped_linear", "logprob", "rmsnorm", "rmsnorm_wide", "softcap",
-            "topk_weights",
+            "activation", "activation_gelu", "attention", "combine", "convolution", "decay",
+            "discretised", "embedding", "gated", "gated_gelu", "gated_rmsnorm", "grouped_linear",
+            "l2norm", "logprob", "recurrence", "relu_squared", "rmsnorm", "rmsnorm_wide",
+            "sigmoid", "sigmoid_mul", "skip", "softcap", "time_step", "topk_weights",
         )
     },
 }  # fmt: skip

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from .formulas_recurrent import RECURRENT, gradients, time_step_gradients
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
@@ -173,6 +175,7 @@ FORMULAS: dict[str, Formula] = {
     "rotary_table": Formula(run=_rotary_table),
     "attention": Formula(run=_paged),
     "attention_packed": Formula(run=_packed, differentiable=(0, 1, 2)),
+    **{name: Formula(run=run, differentiable=at) for name, (run, at) in RECURRENT.items()},
 }
 
 
@@ -233,6 +236,10 @@ def wanted(op: str, arguments: Sequence[Any]) -> list[Tensor | None] | None:
             own = [q, k, v, start, scale, window, softcap, sinks]
             got: list[Tensor | None] = [_autograd(_packed, own, dout, at) for at in range(3)]
             return [*got, None if sinks is None else _autograd(_packed, own, dout, 7)]
+        case "time_step_grad":
+            return time_step_gradients(arguments)
+        case _ if op.removesuffix("_grad") in RECURRENT and op.endswith("_grad"):
+            return gradients(op, full)
         case _:
             name = op.removesuffix("_grad")
             if name == op or name not in FORMULAS:

@@ -19,6 +19,7 @@ from ...kernels.entry_points import Entry, contract_for, entries_of
 from ...kernels.trial import Case
 from ...model_recipes.own_kernels import PREFIX
 from .formulas import FORMULAS, Formula, wanted
+from .formulas_recurrent import PAGED, PAGED_OPS
 from .inputs import has_own_shapes
 from .judge import plain_cases
 from .sweep import cases_of
@@ -100,5 +101,7 @@ def formula_of(contract: Contract) -> tuple[Formula | None, str]:
         return None, INTEGERS
     if contract.op == "attention" and contract.device != "cpu":
         return None, "the paged layout of a GPU has no formula here; its packed twin is judged"
+    if contract.op in PAGED_OPS:
+        return None, PAGED
     found = FORMULAS.get(contract.op)
     return found, "" if found else f"there is no fp64 formula of {contract.op}"

@@ -12,6 +12,7 @@ from zeromismatch.agent_tools.verify.formulas import FORMULAS
 from zeromismatch.agent_tools.verify.inputs import held_out
 from zeromismatch.agent_tools.verify.judge import Accuracy, Gradients, PlainDraw
 from zeromismatch.agent_tools.verify.rules import RULES
+from zeromismatch.agent_tools.verify.subject import registered
 from zeromismatch.agent_tools.verify.watch import Nursery, StoppedError
 from zeromismatch.kernels import certify
 from zeromismatch.kernels.contract import contracts
@@ -146,6 +147,14 @@ def test_a_reference_is_accurate_and_has_the_gradients_of_its_formula(contract_i
     if good.names and not good.without:
         assert good.answer().status == "pass", good.answer().detail
         assert bad.answer().status == "fail"
+
+
+def test_every_contract_has_a_formula_or_says_why_not():
+    for entry in contracts():
+        if entry.op.endswith("_grad") or "_grad_" in entry.op or entry.op == "gemm":
+            continue
+        subject = registered(entry.id)
+        assert subject.formula or "no fp64 formula" not in subject.why_no_formula, entry.id
 
 
 def test_the_command_prints_rules_and_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
