@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from ..kernels.errors import InconclusiveError
 from ..model_recipes.models import LoadedModel
@@ -59,7 +60,31 @@ def in_fp64(module: nn.Module) -> Any:
     copied = cast(Any, copy.deepcopy(module)).double().eval()
     if getattr(copied.config, "_experts_implementation", None) is not None:
         copied.config._experts_implementation = "eager"
+    forward = copied.forward
+
+    def wide(*arguments: Any, **keywords: Any) -> Any:
+        with _KeepDouble():
+            return forward(*arguments, **keywords)
+
+    copied.forward = wide
     return copied
+
+
+class _KeepDouble(TorchFunctionMode):
+    """Casts to fp32 in a model's code leave fp64 tensors as they are: norms, states, routers."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and first.dtype == torch.float64:
+            if func is Tensor.float:
+                return first
+            args = tuple(torch.float64 if each is torch.float32 else each for each in args)
+            if kwargs.get("dtype") is torch.float32:
+                kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
 
 
 def reference_logprobs(

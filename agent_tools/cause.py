@@ -31,7 +31,8 @@ from .records import Cause, CauseName, Probe
 LARGE = 1e4
 SUMMING_CLASSES = frozenset((
     "linear", "lm_head", "rmsnorm", "rmsnorm_wide", "attention", "logprob", "router",
-    "grouped_linear", "combine", "topk_weights",
+    "grouped_linear", "combine", "topk_weights", "convolution", "l2norm", "gated_rmsnorm",
+    "gated_rmsnorm_wide", "recurrence_ssd", "recurrence_gated_delta", "recurrence_kda",
 ))  # fmt: skip
 COPY_CLASSES = frozenset({"kv_write"})
 CHOICE_CLASSES = frozenset({"topk"})

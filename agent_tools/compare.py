@@ -4,7 +4,8 @@ Values are paired by (site, call, slot) and rows by (request, position); every o
 on the left is compared with every occurrence on the right. An output that differs convicts its
 site only if **all** inputs of that row were compared and are equal. Attention also reads state, so
 its inputs include the keys and values of all earlier positions of the request, whichever request
-computed them (prefix hits), as the executed schedules say (``owners.py``).
+computed them (prefix hits), as the executed schedules say (``owners.py``). So do convolutions and
+recurrences: what they got at all earlier positions, but for queries.
 
     comparison = Comparison(left_trace, right_trace)
     for site in comparison.sites: site.affected, site.compared
@@ -28,7 +29,9 @@ from .records import Coverage, FirstDivergence, RowRef
 from .trace import OUTPUT, Bools, ColumnKey, Digests, Trace
 
 ABSENT, EQUAL, DIFFERENT = -1, 0, 1
-STATE_CLASSES = frozenset({"attention"})
+STATE_CLASSES = frozenset({
+    "attention", "convolution", "recurrence_ssd", "recurrence_gated_delta", "recurrence_kda",
+})  # fmt: skip
 QUERY_SLOTS = frozenset({"in:q"})
 
 
@@ -146,7 +149,8 @@ class Comparison:
         return owner_versions(self.left, self.left), owner_versions(self.right, self.left)
 
     def _state_equal(self, key: ColumnKey, slots: list[str]) -> Bools:
-        """Per left row of an attention site: all keys and values up to its position are equal."""
+        """Per left row of a site that reads state: all that went into it up to its position is
+        equal."""
         shape = self._owners[0].shape[1:]
         fine = np.ones(shape, np.bool_)
         for slot in slots:

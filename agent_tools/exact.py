@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..trainer.engines.base import Request, SiteCall
 from .cause import COPY_CLASSES, SUMMING_CLASSES
-from .compare import Comparison, SiteComparison
+from .compare import STATE_CLASSES, Comparison, SiteComparison
 from .records import Probe
 from .trace import OUTPUT, ColumnKey, Keep, Tracer
 
@@ -38,6 +38,8 @@ Pass = Literal["equal keys", "two keys"]
 PASSES: tuple[Pass, ...] = ("equal keys", "two keys")
 
 UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob"})
+DECAY_CLASSES = frozenset({"decay", "discretised"})
+"""They give logarithms of decays: any pattern above 0 would be refused."""
 FAR_BELOW = -3e4
 PADDING_VALUE = 2.0**20
 HEAD_STRIDE = 7
@@ -73,6 +75,8 @@ class ExactInputs:
         self.tracer.record(call)
         if call.site.op_class in UNTOUCHED_CLASSES:
             return None
+        if call.site.op_class in DECAY_CLASSES:
+            return torch.zeros_like(call.output)
         if call.site.op_class == "kv_write":
             return self._keys_and_values(call)
         output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
@@ -106,7 +110,8 @@ class ExactInputs:
 
 def exact_probes(name: Pass, comparison: Comparison) -> dict[str, Probe]:
     """What one pass says about every site that computes something."""
-    sites = (site for site in comparison.sites if site.op_class not in COPY_CLASSES)
+    silent = COPY_CLASSES | STATE_CLASSES - {"attention"}  # a state is no sum with one term
+    sites = (site for site in comparison.sites if site.op_class not in silent)
     return {site.site: _probe(name, comparison, site) for site in sites}
 
 

@@ -13,17 +13,21 @@ is a prompt without a reply. Left out: sampling replies (``paged`` does that: ``
 """
 
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ..kernels.attention import PAGE
 from ..kernels.errors import UsageError
 from ..model_recipes.models import LoadedModel
+from ..model_recipes.recurrent import recurrent_chunks
 from ..trainer.engines.base import Request, Sampling
 
 SHARED_PREFIX = 21
-"""Leading tokens that every second random request shares: more than one KV page of 16."""
+"""Leading tokens that every second random request shares: more than one KV page of 16. Models with
+recurrent layers share as many more than a chunk."""
 
 
 class Chat(NamedTuple):
@@ -123,15 +127,19 @@ def random_requests(
 ) -> tuple[Request, ...]:
     """Seeded random tokens: prompts of 17 to 60 tokens, so that most requests cross three KV pages.
 
-    Every second request begins with the same tokens, so that prefix hits exist.
+    Every second request begins with the same tokens, so that prefix hits exist. Where recurrent
+    layers have larger chunks, all prompts reach into the third.
     """
     rng = random.Random(seed)
     vocabulary = int(model.config.vocab_size)
-    shared = [rng.randrange(3, vocabulary) for _ in range(SHARED_PREFIX)]
+    cut = math.lcm(PAGE, *recurrent_chunks(model.module))
+    prefix = SHARED_PREFIX if cut == PAGE else cut + SHARED_PREFIX - PAGE
+    shortest, longest = (17, 61) if cut == PAGE else (2 * cut + 1, 3 * cut)
+    shared = [rng.randrange(3, vocabulary) for _ in range(prefix)]
     requests = []
     for index in range(count):
         prompt = list(shared) if index % 2 else []
-        length = rng.randrange(17, 61)
+        length = rng.randrange(shortest, longest)
         prompt += [rng.randrange(3, vocabulary) for _ in range(max(1, length - len(prompt)))]
         reply = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, max_reply + 1))]
         requests.append(_request(f"random-{index:02d}", prompt, reply, max_reply, seed + index))

@@ -25,13 +25,14 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.errors import RecipeError, UncoveredSiteError
-from . import experts, operators
+from . import experts, operators, recurrent_sites
 from .attention import CONTEXT_NAME, AttentionSite, register_names
 from .audit import Audit, probe_inputs
 from .head import Head, find_tail
 from .operators import Installer
 from .plan import STOCK, Plan, check_plan, load_own_kernels, plan_from, stock_plan
-from .recognise import Operator, first_tensor, recognise
+from .recognise import Operator, first_tensor, recognise, replace_globals
+from .recurrent import RecurrentLayer
 from .schema import ModelIdentity, Recipe, load_recipe
 from .sites import Site, SiteListener
 from .state import config_digest, parameter_names, state_digest, weights_root
@@ -49,7 +50,8 @@ _SLOT = "_zero_mismatch_instrument"
 class Instrument:
     """A plan on a model, until :meth:`remove`.
 
-    sites: all operator sites in execution order; the head's two come last.
+    sites: all operator sites in execution order; the head's two come last. recurrent: what the
+    recurrent layers keep, by layer index.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, attention: AttentionMode) -> None:
@@ -62,6 +64,7 @@ class Instrument:
         self.plan = plan
         self.attention_mode: AttentionMode = attention
         self.sites: tuple[Site, ...] = ()
+        self.recurrent: dict[int, RecurrentLayer] = {}
         self._tap = Tap()
         self._trail = Trail()
         self._unhook: Callable[[], None] | None = None
@@ -154,6 +157,15 @@ class Instrument:
                 experts.install_router(installer, operator)
             case "experts":
                 experts.install_experts(installer, operator)
+            case "mixer":
+                recurrent_sites.install_mixer(installer, operator, self.attention_mode)
+                layer: RecurrentLayer = operator.facts["mixer"].layer
+                self.recurrent[layer.index] = layer
+            case "gated_norm":
+                recurrent_sites.install_gated_norm(installer, operator)
+            case "shared_gate":
+                gate = recurrent_sites.sigmoid_globals(installer, operator)
+                installer.put_forward(operator.module, replace_globals(operator.module, gate))
             case "rotary_table":
                 operators.install_rotary_table(installer, operator)
             case "extension":
@@ -205,7 +217,9 @@ class Instrument:
             shown = first_tensor(
                 keywords.get("input_ids"), keywords.get("inputs_embeds"), *arguments
             )
-            self._tap.begin_forward((shown.shape[0], shown.shape[1]))
+            self._tap.begin_forward(
+                (shown.shape[0], shown.shape[1]), keywords.get("position_ids")
+            )
             if self._tap.listener is None or self._tap.auditing:
                 return original(*arguments, **keywords)
             with Watch(self._tap, self._trail, self._inline_site):

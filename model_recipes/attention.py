@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from ..kernels.errors import ContractError, UncoveredSiteError, UsageError
 from .plan import STOCK
+from .recurrent import WholeRequests
 from .sites import Site
 from .tap import Tap, from_head_rows, head_rows
 
@@ -69,11 +70,9 @@ class AttentionContext(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedRows:
+@dataclass(frozen=True, slots=True)
+class PackedRows(WholeRequests):
     """The context of a plain call without an engine: packed rows, no cache."""
-
-    query_start: Tensor
 
     def attend(
         self,
@@ -116,6 +115,20 @@ def packed_rows(position_ids: Tensor, batch: int, tokens: int) -> PackedRows:
         )
     end = torch.tensor([flat.numel()], device=flat.device)
     return PackedRows(query_start=torch.cat([starts, end]).to(torch.int32))
+
+
+def packed_context(tap: Tap, position_ids: Tensor | None = None) -> PackedRows:
+    """The context of the running forward without an engine, made by its first layer.
+
+    position_ids: None takes what the model was given; without any, each row is one sequence.
+    """
+    if not isinstance(tap.context, PackedRows):
+        with tap.site_code():
+            assert tap.batch_shape is not None
+            given = tap.position_ids if position_ids is None else position_ids
+            given = torch.arange(tap.batch_shape[1]) if given is None else given
+            tap.context = packed_rows(given, *tap.batch_shape)
+    return tap.context
 
 
 AttentionRun = Callable[..., tuple[Tensor, Tensor | None]]
@@ -256,7 +269,7 @@ class AttentionSite:
         num_sequences, _, tokens, _ = query.shape
         self._check(query, key, attention_mask, dropout, keywords)
         if batch is None:
-            batch = self._packed(keywords.get("position_ids"), num_sequences, tokens)
+            batch = self._packed(keywords.get("position_ids"))
         layer = int(cast(Any, module).layer_idx)
         q, k, v = head_rows(query), head_rows(key), head_rows(value)
         width = v.shape[-1]
@@ -333,16 +346,13 @@ class AttentionSite:
         heads = stored_k.shape[1]
         return graft[:, :heads], graft[:, heads:, :width]
 
-    def _packed(self, position_ids: Any, num_sequences: int, tokens: int) -> AttentionContext:
+    def _packed(self, position_ids: Any) -> AttentionContext:
         if not isinstance(position_ids, Tensor):
             raise ContractError(
                 f"{self.attention.path} got neither a batch nor position_ids; pass position_ids "
                 "to the model"
             )
-        if not isinstance(self.tap.context, PackedRows):
-            with self.tap.site_code():
-                self.tap.context = packed_rows(position_ids, num_sequences, tokens)
-        return self.tap.context
+        return packed_context(self.tap, position_ids)
 
     def _check(
         self,

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.errors import UncoveredSiteError
+from .recurrent import WholeRequests
 from .sites import Site
 from .watch import Uncovered
 
@@ -44,12 +45,14 @@ class Audit:
         raise UncoveredSiteError(
             f"no contract covers {listed}. Run `zm inspect MODEL` for all sites; an operator that "
             "is "
-            "missing there needs a kernel and an entry in model_recipes/operators.py"
+            "missing there needs a kernel file in a draft's kernels/, with the draft as --plan "
+            "(`zm playbook day-0`, step 5)"
         )
 
 
-class ProbeContext:
-    """An attention context that computes nothing: the audit looks at everything else."""
+@dataclass(frozen=True, slots=True)
+class ProbeContext(WholeRequests):
+    """A context whose attention computes nothing: the audit looks at everything else."""
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, /, **options: Any) -> Tensor:
         """Zeros of the output's shape."""
@@ -63,5 +66,6 @@ def probe_inputs(module: nn.Module, mode: str) -> dict[str, Any]:
     if mode == "context":
         positions = torch.arange(PROBE_TOKENS, device=device).repeat(2)[None]
         packed = {"input_ids": ids[None], "position_ids": positions}
-        return packed | {"use_cache": False, "batch": ProbeContext()}
+        starts = torch.arange(3, dtype=torch.int32, device=device) * PROBE_TOKENS
+        return packed | {"use_cache": False, "batch": ProbeContext(starts)}
     return {"input_ids": ids.reshape(2, PROBE_TOKENS), "use_cache": False}

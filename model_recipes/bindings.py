@@ -23,7 +23,8 @@ POINTWISE = "pointwise.ieee.v1"
 COPY = "movement.copy.v1"
 """Bits are moved, never computed."""
 
-# Operator class, which is also the registry's name of the operator -> folder in kernels.
+# Operator class, which is also the registry's name of the operator (or see _NAMED) -> folder in
+# kernels.
 _KERNELS = {
     "embedding": "embedding",
     "linear": "linear",
@@ -41,12 +42,37 @@ _KERNELS = {
     "topk_weights": "moe",
     "grouped_linear": "moe",
     "combine": "moe",
+    "convolution": "convolution",
+    "recurrence_ssd": "recurrence",
+    "recurrence_gated_delta": "recurrence",
+    "recurrence_kda": "recurrence",
+    "l2norm": "gated_norm",
+    "gated_rmsnorm": "gated_norm",
+    "gated_rmsnorm_wide": "gated_norm",
+    "sigmoid": "gates",
+    "activation_relu2": "gates",
+    "decay": "gates",
+    "time_step": "gates",
+    "discretised": "gates",
+    "skip": "gates",
     "lm_head": "logprob",
     "softcap": "gated",
     "logprob": "logprob",
 }
+_NAMED = {
+    "recurrence_ssd": ("recurrence", "recurrence.ssd."),
+    "recurrence_gated_delta": ("recurrence", "recurrence.gated_delta."),
+    "recurrence_kda": ("recurrence", "recurrence.kda."),
+    "gated_rmsnorm_wide": ("gated_rmsnorm", ""),
+    "activation_relu2": ("relu_squared", ""),
+}
+"""Class -> the registry's operator, and how its contract's id begins where one operator has several
+formulas."""
 # Whatever the dtype of the model.
-_ALWAYS_FP32 = frozenset(("rotary_table", "softcap", "logprob", "topk", "topk_weights"))
+_ALWAYS_FP32 = frozenset(
+    ("rotary_table", "softcap", "logprob", "topk", "topk_weights", "recurrence_ssd",
+     "recurrence_gated_delta", "recurrence_kda", "gated_rmsnorm_wide")
+)  # fmt: skip
 _EXACT = {"add": POINTWISE, "mul": POINTWISE, "kv_write": COPY}
 
 OP_CLASSES = (*_KERNELS, *_EXACT)
@@ -89,8 +115,9 @@ def aligned_contract(
         return None
     kernel(op_class)
     name = "float32" if op_class in _ALWAYS_FP32 else dtype_name(dtype)
-    found = registry.contracts(op=op_class, device=device_kind(device), dtype=name)
-    offered = [entry.id for entry in found]
+    op, beginning = _NAMED.get(op_class, (op_class, ""))
+    found = registry.contracts(op=op, device=device_kind(device), dtype=name)
+    offered = [entry.id for entry in found if entry.id.startswith(beginning)]
     return offered[-1] if offered else None
 
 

@@ -8,6 +8,9 @@
     model.layers.1.mlp.experts#down      grouped_linear   -> [T, K, H]
     model.layers.1.mlp.experts#combine   combine          slots and weights -> [T, H]
 
+Experts without a gate (Nemotron-H) have ``#up`` and ``#activation`` in the places of ``#gate_up``
+and ``#gated``.
+
 The choice of experts is an observation of its own (integers, kind *choice*), so that a flipped
 expert is named where it flips: at ``#experts`` if equal logits gave another choice, else at the
 site that moved the logits. Recognised by class name and proved by running; under ``stock`` the
@@ -184,29 +187,33 @@ def install_router(installer: Installer, operator: Operator) -> None:
 
 
 def experts_facts(module: nn.Module) -> Mapping[str, Any] | None:
-    """``activation`` of a module of stacked experts, proved by running it, else None."""
-    gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+    """``activation`` and ``up`` (name of the first product's weight) of a module of stacked
+    experts, proved by running it, else None."""
+    name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
+    up, down = getattr(module, name, None), getattr(module, "down_proj", None)
     act = getattr(module, "act_fn", None)
-    if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in (gate_up, down)):
+    if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in (up, down)):
         return None
     if not isinstance(act, nn.Module) or not is_activation(act):
         return None
     own = cast(Any, module)
     odd = getattr(own, "has_bias", True) or getattr(own, "is_transposed", True)
-    if odd or not getattr(own, "is_concatenated", False):
+    if odd or (own.has_gate and not getattr(own, "is_concatenated", False)):
         return None
-    x = _probe(cast(Tensor, gate_up).shape[2], cast(Tensor, gate_up))
+    experts = len(cast(Tensor, up))
+    x = _probe(cast(Tensor, up).shape[2], cast(Tensor, up))
     chosen = torch.arange(_PROBE_TOKENS, device=x.device)[:, None] + torch.arange(
-        min(2, len(cast(Tensor, gate_up))), device=x.device
+        min(2, experts), device=x.device
     )
-    chosen = chosen % len(cast(Tensor, gate_up))
+    chosen = chosen % experts
     weights = torch.full(chosen.shape, 0.375, device=x.device, dtype=x.dtype)
     stock = _StockExperts(module)
     with torch.no_grad():
         theirs = type(module).forward(module, x, chosen, weights)
-        gated = stock.gated(stock.grouped(x, chosen, own.gate_up_proj), chosen)
-        mine = stock.combine(stock.grouped(gated, chosen, own.down_proj), weights, x.dtype)
-    return {"activation": activation_name(act)} if torch.equal(mine, theirs) else None
+        inner = stock.inner(stock.grouped(x, chosen, cast(Tensor, up)), chosen)
+        mine = stock.combine(stock.grouped(inner, chosen, own.down_proj), weights, x.dtype)
+    facts = {"activation": activation_name(act), "up": name}
+    return facts if torch.equal(mine, theirs) else None
 
 
 class _StockExperts:
@@ -236,10 +243,12 @@ class _StockExperts:
         product = moe._grouped_linear  # pyright: ignore[reportPrivateUsage]
         return self._by_token(product(rows, weight, ends), order, chosen)
 
-    def gated(self, gate_up: Tensor, chosen: Tensor) -> Tensor:
-        """[T, K, 2 I] -> [T, K, I]."""
-        rows, order, _ = self._sorted(gate_up.flatten(0, 1), chosen)
-        return self._by_token(self.module._apply_gate(rows), order, chosen)
+    def inner(self, up: Tensor, chosen: Tensor) -> Tensor:
+        """[T, K, 2 I], without a gate [T, K, I] -> [T, K, I]."""
+        rows, order, _ = self._sorted(up.flatten(0, 1), chosen)
+        module = self.module
+        activated = module._apply_gate(rows) if module.has_gate else module.act_fn(rows)
+        return self._by_token(activated, order, chosen)
 
     def combine(self, y: Tensor, weights: Tensor, dtype: torch.dtype) -> Tensor:
         """[T, K, H] -> [T, H]."""
@@ -247,37 +256,42 @@ class _StockExperts:
 
 
 def install_experts(installer: Installer, operator: Operator) -> None:
-    """Stacked experts: two grouped products, the gated product between, and the combination."""
+    """Stacked experts: two grouped products, what is between, and the combination."""
     module, path, tap = operator.module, operator.path, installer.tap
     own = cast(Any, module)
-    gated_class, _, fused = ACTIVATIONS.get(operator.facts["activation"], ("", "", ""))
-    gated_class = gated_class.replace("activation", "gated") or "gated"
-    up_site, up_choice = installer.site(path, "grouped_linear", "gate_up")
-    gated_site, gated_choice = installer.site(path, gated_class, "gated")
+    has_gate, up_name = bool(own.has_gate), operator.facts["up"]
+    up_part = up_name.removesuffix("_proj")
+    activation = operator.facts["activation"]
+    inner_class, alone, fused = ACTIVATIONS.get(activation, ("activation", "", ""))
+    inner_class = inner_class.replace("activation", "gated") if has_gate else inner_class
+    function = fused if has_gate else alone
+    up_site, up_choice = installer.site(path, "grouped_linear", up_part)
+    inner_site, inner_choice = installer.site(
+        path, inner_class, "gated" if has_gate else "activation"
+    )
     down_site, down_choice = installer.site(path, "grouped_linear", "down")
     sum_site, sum_choice = installer.site(path, "combine", "combine")
-    if gated_choice != STOCK and not fused:
+    if inner_choice != STOCK and not function:
         raise UncoveredSiteError(
-            f"{gated_site.name} uses {operator.facts['activation']}, for which there is no kernel "
+            f"{inner_site.name} uses {operator.facts['activation']}, for which there is no kernel "
             "contract; override this site with stock, or use `--plan stock`"
         )
-    choices = (up_choice, gated_choice, down_choice, sum_choice)
+    choices = (up_choice, inner_choice, down_choice, sum_choice)
     if STOCK in choices and own.config._experts_implementation != _IMPLEMENTATION:
         raise UncoveredSiteError(
             f"{path} runs its experts by {own.config._experts_implementation!r}, which has no "
             f"sites; load the model with experts_implementation={_IMPLEMENTATION!r}"
         )
     stock, moe = _StockExperts(module), kernel("grouped_linear")
-    product = getattr(kernel(gated_class), fused) if fused else None
+    activate = getattr(kernel(inner_class), function) if function else None
 
     def grouped(choice: str, x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
         return (stock.grouped if choice == STOCK else moe.grouped_linear)(x, chosen, weight)
 
-    def gated(gate_up: Tensor, chosen: Tensor) -> Tensor:
-        if gated_choice == STOCK or product is None:
-            return stock.gated(gate_up, chosen)
-        gate, up = gate_up.chunk(2, dim=-1)
-        return product(gate, up)
+    def between(up: Tensor, chosen: Tensor) -> Tensor:
+        if inner_choice == STOCK or activate is None:
+            return stock.inner(up, chosen)
+        return activate(*up.chunk(2, dim=-1)) if has_gate else activate(up)
 
     def combine(y: Tensor, weights: Tensor) -> Tensor:
         if sum_choice == STOCK:
@@ -285,17 +299,19 @@ def install_experts(installer: Installer, operator: Operator) -> None:
         return moe.combine(y, weights.float())
 
     def forward(x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        both = tap.through(
+        up = tap.through(
             up_site,
-            lambda inputs: grouped(up_choice, inputs["x"], inputs["experts"], own.gate_up_proj),
+            lambda inputs: grouped(
+                up_choice, inputs["x"], inputs["experts"], getattr(own, up_name)
+            ),
             {"x": x, "experts": chosen},
-            weights=names["gate_up_proj"],
+            weights=names[up_name],
             flat=True,
         )
         inner = tap.through(
-            gated_site,
-            lambda inputs: gated(inputs["gate_up"], inputs["experts"]),
-            {"gate_up": both, "experts": chosen},
+            inner_site,
+            lambda inputs: between(inputs[up_part], inputs["experts"]),
+            {up_part: up, "experts": chosen},
             flat=True,
         )
         out = tap.through(
@@ -314,6 +330,6 @@ def install_experts(installer: Installer, operator: Operator) -> None:
 
     names = {
         name: (installer.names.get(id(getattr(own, name)), f"{path}.{name}"),)
-        for name in ("gate_up_proj", "down_proj")
+        for name in (up_name, "down_proj")
     }
     installer.put_forward(module, forward)

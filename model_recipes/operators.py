@@ -24,6 +24,7 @@ from .recognise import (
     replace_globals,
     tensor_names,
 )
+from .recurrent_sites import sigmoid_globals
 from .rotary_table import RotaryTable
 from .sites import Site
 from .tap import Tap, from_head_rows, head_rows
@@ -187,6 +188,7 @@ def install_extension(installer: Installer, operator: Operator) -> None:
 ACTIVATIONS = {
     "silu": ("activation", "silu", "silu_mul"),
     "gelu_tanh": ("activation_gelu", "gelu", "gelu_mul"),
+    "relu2": ("activation_relu2", "relu_squared", ""),
 }
 _UNKNOWN = ("activation", "", "")
 
@@ -264,11 +266,17 @@ def install_rotary_table(installer: Installer, operator: Operator) -> None:
 
 
 def install_rotary(installer: Installer, operator: Operator) -> None:
-    """Rotary embedding: a global function of the attention module's code, replaced for it alone."""
+    """Rotary embedding: a global function of the attention module's code, replaced for it alone.
+
+    So is a sigmoid that gates attention's output.
+    """
+    gate = sigmoid_globals(installer, operator)
     originals = {name: original_global(operator.module, name) for name in ROTARY_FUNCTIONS}
     found = {name: function for name, function in originals.items() if function is not None}
-    if not found:
-        return  # what it does instead is seen by the audit
+    if not found:  # what it does instead is seen by the audit
+        if gate:
+            installer.put_forward(operator.module, replace_globals(operator.module, gate))
+        return
     site_q, choice = installer.site(operator.path, "rotary", "rotary_q")
     site_k, choice_k = installer.site(operator.path, "rotary", "rotary_k")
     if choice != choice_k:
@@ -280,7 +288,7 @@ def install_rotary(installer: Installer, operator: Operator) -> None:
         name: _rotary_patch(installer.tap, sites, choice, function, name == ROTARY_FUNCTIONS[1])
         for name, function in found.items()
     }
-    installer.put_forward(operator.module, replace_globals(operator.module, patched))
+    installer.put_forward(operator.module, replace_globals(operator.module, patched | gate))
 
 
 def _rotary_patch(

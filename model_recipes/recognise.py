@@ -35,6 +35,9 @@ Kind = Literal[
     "activation",
     "router",
     "experts",
+    "mixer",
+    "gated_norm",
+    "shared_gate",
 ]
 
 ROTARY_FUNCTIONS = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave")
@@ -66,20 +69,25 @@ def recognise(module: nn.Module) -> list[Operator]:
     found: list[Operator] = []
     proofs: dict[Any, Mapping[str, Any] | None] = {}
     for path, child in module.named_modules():
-        operator = _recognise_one(path, child, head, proofs)
+        operator = _recognise_one(path, child, head, proofs, cast(Any, module).config)
         if operator is not None:
             found.append(operator)
     inside = {
         f"{operator.path}.{operator.facts['act']}" for operator in found if operator.kind == "gated"
     }
     inside |= {f"{operator.path}.act_fn" for operator in found if operator.kind == "experts"}
+    inside |= {f"{operator.path}.act" for operator in found if operator.kind == "mixer"}
     return [operator for operator in found if operator.path not in inside]
 
 
 def _recognise_one(
-    path: str, child: nn.Module, head: nn.Module, proofs: dict[Any, Mapping[str, Any] | None]
+    path: str,
+    child: nn.Module,
+    head: nn.Module,
+    proofs: dict[Any, Mapping[str, Any] | None],
+    config: Any,
 ) -> Operator | None:
-    from . import experts  # its proofs build on this module
+    from . import experts, recurrent, recurrent_sites  # their proofs build on this module
 
     facts: Mapping[str, Any] | None = {}
     kind: Kind
@@ -103,6 +111,12 @@ def _recognise_one(
         kind, facts = "router", experts.router_facts(child)
     elif type(child).__name__.endswith("Experts"):
         kind, facts = "experts", experts.experts_facts(child)
+    elif type(child).__name__.endswith("RMSNormGated"):
+        kind, facts = "gated_norm", recurrent_sites.gated_norm_facts(child)
+    elif (mixer := recurrent.mixer_facts(path, child, config)) is not None:
+        kind, facts = "mixer", mixer
+    elif recurrent_sites.gates_inline(child):
+        kind = "shared_gate"
     elif is_activation(child):
         kind, facts = "activation", {"activation": activation_name(child)}
     else:
@@ -130,6 +144,8 @@ def activation_name(child: nn.Module) -> str:
     name = type(child).__name__
     if name in ("SiLU", "SiLUActivation"):
         return "silu"
+    if name == "ReLUSquaredActivation":
+        return "relu2"
     in_one_step = name == "GELUTanh" and isinstance(getattr(child, "act", None), functools.partial)
     if in_one_step or (isinstance(child, nn.GELU) and child.approximate == "tanh"):
         return "gelu_tanh"

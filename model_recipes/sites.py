@@ -28,7 +28,9 @@ class Site:
         ``attention``, ``gated``, ``gated_gelu``, ``activation``, ``activation_gelu``, ``add``
         (also differences), ``mul`` (also quotients), ``embedding``, ``lm_head``, ``softcap``,
         ``logprob``, ``kv_write``, ``router``, ``topk``, ``topk_weights``, ``grouped_linear``,
-        ``combine``.
+        ``combine``, ``convolution``, ``recurrence_ssd``, ``recurrence_gated_delta``,
+        ``recurrence_kda``, ``l2norm``, ``gated_rmsnorm``, ``gated_rmsnorm_wide``, ``sigmoid``,
+        ``activation_relu2``, ``decay``, ``time_step``, ``discretised``, ``skip``.
     contract: contract id under the applied plan; None means stock and uncertified.
     """
 

@@ -29,6 +29,7 @@ class Tap:
         self.forced: Mapping[str, Tensor] = {}  # choices by site, one row per token: replayed
         self.routings: dict[str, object] = {}  # the Routing of every router's choice, by site
         self.batch_shape: tuple[int, int] | None = None
+        self.position_ids: Tensor | None = None  # of the running forward, where it was given any
         self.context: object | None = (
             None  # of a forward without an engine; made by its first layer
         )
@@ -45,9 +46,12 @@ class Tap:
         """Whether sites must announce themselves at all."""
         return self.listener is not None or self.auditing
 
-    def begin_forward(self, batch_shape: tuple[int, int]) -> None:
+    def begin_forward(
+        self, batch_shape: tuple[int, int], position_ids: Tensor | None = None
+    ) -> None:
         """A forward pass of the base model starts: calls count from zero again."""
         self.batch_shape = batch_shape
+        self.position_ids = position_ids
         self.context = None
         self._counts.clear()
 
@@ -110,23 +114,27 @@ class Tap:
         *,
         weights: tuple[str, ...] = (),
         flat: bool = False,
+        alone: bool = True,
     ) -> Tensor:
-        """Run a stateless site and show it; returns its output, or the graft in its shape.
+        """Run a site and show it; returns its output, or the graft in its shape.
 
         Tensors are ``[B, S, ...]`` (or per head, before or after the heads were moved forward), or
-        already one row per token where ``flat``.
+        already one row per token where ``flat`` (as are floating-point matrices). alone: it reads
+        no state, so that it can run again on other rows.
         """
         with self.site_code():
             output = run(inputs)
         # The input tells: a kernel's output is contiguous whatever its input was.
-        by_head = not flat and self._heads_first(next(iter(inputs.values())))
+        first = next(iter(inputs.values()))
+        flat = flat or (first.dim() == 2 and first.is_floating_point())
+        by_head = not flat and self._heads_first(first)
         rows = _as_is if flat else head_rows if by_head else flatten_tokens
         graft = self.observe(
             site,
             {name: rows(tensor) for name, tensor in inputs.items()},
             rows(output),
             weights=weights,
-            rerun=run,
+            rerun=run if alone else None,
         )
         if graft is None:
             return output

@@ -7,6 +7,7 @@
     tiny:gemma3_text+softcap            final logits bent by a tanh
     tiny:gpt_oss+dense                  gpt_oss with Llama's MLP for its experts: what is left are
                                         sinks, biases, alternating windows and YaRN
+    tiny:qwen3_next, tiny:nemotron_h, tiny:kimi_linear       recurrent layers beside attention
 
 They are small but big enough to tell the truth: hidden size 360 (no power of two, no multiple of
 16), two layers, at least three tiles on every reduced axis, a vocabulary of odd size, and weights
@@ -61,9 +62,10 @@ _ROPES: dict[str, dict[str, Any]] = {
 class Entry:
     """One architecture: fields beyond the common ones, and what a ``+feature`` changes.
 
-    norm_centres: mean norm weight by a prefix of the norm's name, longest prefix first: 1 where the
-    norm multiplies by its weight, 0 where by 1 + weight (Gemma, whose norms after a block must also
-    outweigh its scaled embedding, or every token would predict itself).
+    norm_centres: mean norm weight by a prefix of the norm's name (with its parent's in front, where
+    the prefix has a dot), longest prefix first: 1 where the norm multiplies by its weight, 0 where
+    by 1 + weight (Gemma, whose norms after a block must also outweigh its scaled embedding, or
+    every token would predict itself).
     """
 
     fields: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -151,6 +153,58 @@ _ENTRIES: dict[str, Entry] = {
             "v_head_dim": 40,
         },
     ),
+    "qwen3_next": Entry(
+        norm_centres={"linear_attn.norm": 1.0, "": 0.0},
+        fields={
+            "num_hidden_layers": 4,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 48,
+            "linear_value_head_dim": 56,
+            "moe_intermediate_size": 184,
+            "shared_expert_intermediate_size": 200,
+            "num_experts": 16,
+            "num_experts_per_tok": 4,
+        },
+    ),
+    "nemotron_h": Entry(
+        fields={
+            "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"] * 2,
+            "tie_word_embeddings": False,  # this class cannot tie
+            "mamba_num_heads": 6,
+            "mamba_head_dim": 40,
+            "n_groups": 2,
+            "ssm_state_size": 48,
+            "chunk_size": 32,
+            "time_step_min": 0.05,  # now and then in force
+            "n_routed_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+            "moe_intermediate_size": 184,
+            "moe_shared_expert_intermediate_size": 200,
+            "moe_latent_size": 120,
+        },
+    ),
+    "kimi_linear": Entry(
+        fields={
+            "num_hidden_layers": 4,
+            "num_key_value_heads": 6,
+            "layer_types": ["linear_attention", "full_attention"] * 2,
+            "linear_num_heads": 6,
+            "linear_head_dim": 40,
+            "kv_lora_rank": 72,
+            "qk_nope_head_dim": 32,
+            "qk_rope_head_dim": 16,
+            "v_head_dim": 40,
+            "moe_intermediate_size": 184,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 4,
+            "n_group": 4,
+            "topk_group": 2,
+        },
+    ),
     "granite": Entry(
         fields={
             "embedding_multiplier": 3.0,
@@ -168,6 +222,8 @@ _GAINS = {"q_proj": 1.5, "k_proj": 1.5, "gate_proj": 1.5, "up_proj": 1.5}
 _LOGIT_SPREAD = 3.0
 _NORM_SPREAD = 0.25
 _BIAS_SPREAD = 0.3
+# Mean and spread. With them a recurrent head forgets within 10 to 1000 tokens: no state is vacuous.
+_DECAYS = {"A_log": (-2.0, 1.0), "dt_bias": (-2.0, 0.5), "D": (0.3, 0.1)}
 
 
 def model_types() -> tuple[str, ...]:
@@ -244,7 +300,7 @@ def draw(
     seed: int, name: str, shape: tuple[int, ...], hidden_size: int, norm_centres: dict[str, float]
 ) -> Tensor:
     """The bf16 tensor of one parameter; depends on the arguments only."""
-    owner, kind = name.split(".")[-2:]
+    parent, owner, kind = ("", *name.split("."))[-3:]
     # numpy's legacy generator: its stream is frozen. A sum of four uniform integers is bell-shaped,
     # has at most 8 bits, and is exact everywhere.
     generator = np.random.RandomState(_tensor_seed(seed, name))
@@ -252,10 +308,17 @@ def draw(
     unit = steps.astype(np.float64) / 36.95  # standard deviation of the sum
     if kind == "bias":
         values = _BIAS_SPREAD * unit
+    elif kind in _DECAYS:
+        centre, spread = _DECAYS[kind]
+        values = centre + spread * unit
     elif len(shape) == 1:
-        centre = next(value for prefix, value in norm_centres.items() if owner.startswith(prefix))
+        centre = next(
+            value
+            for prefix, value in norm_centres.items()
+            if (f"{parent}.{owner}" if "." in prefix else owner).startswith(prefix)
+        )
         values = centre + _NORM_SPREAD * unit
-    elif owner in ("embed_tokens", "lm_head"):
+    elif owner in ("embed_tokens", "embeddings", "lm_head"):
         values = _LOGIT_SPREAD / hidden_size**0.5 * unit
     else:
         values = _GAINS.get(owner, 1.0) / shape[-1] ** 0.5 * unit

@@ -20,6 +20,7 @@ from ...trainer.engines.base import Request
 from ...trainer.engines.packed import PackedBatch
 from ...trainer.engines.paged_batch import PagedBatch
 from ...trainer.engines.rows import base_model
+from .recurrence import Keeper, moves, sweep_recurrence
 
 if TYPE_CHECKING:
     from .bench import Engines
@@ -47,16 +48,17 @@ class Attended:
         return (*shapes, *(repr(self.options[n]) for n in ("scale", "window", "softcap")))
 
 
-class Spy:
-    """An attention context that keeps what it is asked."""
+class Spy(Keeper):
+    """A context that keeps what it is asked."""
 
     def __init__(self, inner: PackedBatch) -> None:
-        self.inner = inner
+        super().__init__(inner)
+        self.attention = inner
         self.calls: list[Attended] = []
 
     def attend(self, layer_idx: int, q: Tensor, k: Tensor, v: Tensor, /, **options: Any) -> Tensor:
         """Pass on and keep."""
-        output = self.inner.attend(layer_idx, q, k, v, **options)
+        output = self.attention.attend(layer_idx, q, k, v, **options)
         kept = (each.detach().clone() for each in (q, k, v, output))
         q, k, v, out = kept
         self.calls.append(Attended(layer=layer_idx, q=q, k=k, v=v, options=options, output=out))
@@ -72,7 +74,7 @@ def sweep_attention(
     *,
     quick: bool,
 ) -> int:
-    """All attention calls of one forward; returns how many there were.
+    """All calls of one forward that read a cache; returns how many there were.
 
     stock: gets stock attention on the same inputs, against itself: the red control.
     """
@@ -97,7 +99,8 @@ def sweep_attention(
             for size in CHUNKS[1:] if quick else CHUNKS:
                 _paged(call, start, size, tally, site)
         _decode_last(call, start, tally, site)
-    return len(spy.calls)
+    sweep_recurrence(spy.recurred, start, tally, backward, quick=quick)
+    return len(spy.calls) + len(spy.recurred)
 
 
 def as_stock(call: Attended, start: Tensor) -> Attended:
@@ -109,18 +112,6 @@ def as_stock(call: Attended, start: Tensor) -> Attended:
 
 def _attend(call: Attended, start: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return PackedBatch(start).attend(call.layer, q, k, v, **call.options)
-
-
-def _moves(start: Tensor) -> list[tuple[str, Tensor, Tensor]]:
-    """(what, rows in their new order, new query_start): each request alone, then all reversed."""
-    bounds = list(zip(start[:-1].tolist(), start[1:].tolist(), strict=True))
-    moves = [
-        (f"request {index} alone", torch.arange(a, b), torch.tensor([0, b - a], dtype=torch.int32))
-        for index, (a, b) in enumerate(bounds)
-    ]
-    order = torch.cat([torch.arange(a, b) for a, b in reversed(bounds)])
-    sizes = torch.tensor([0, *(b - a for a, b in reversed(bounds))])
-    return [*moves, ("requests reversed", order, sizes.cumsum(0).to(torch.int32))]
 
 
 def _spoiled(x: Tensor, healthy: Tensor) -> Tensor:
@@ -140,7 +131,7 @@ def _packed(call: Attended, start: Tensor, tally: "Tally", site: str) -> None:
         finally:
             torch.set_num_threads(before)
         tally.add(CLASS, site, f"{threads} threads", call.output, got)
-    for how, rows, new_start in _moves(start):
+    for how, rows, new_start in moves(start):
         got = _attend(call, new_start, *(each[rows] for each in tensors))
         tally.add(CLASS, site, how, call.output[rows], got)
     healthy = torch.arange(int(start[1]))
@@ -161,7 +152,7 @@ def _gradients(call: Attended, start: Tensor, tally: "Tally", site: str) -> None
     tensors = (call.q, call.k, call.v, upstream)
     wanted = grads(start, *tensors)
     everything = torch.arange(call.q.shape[0])
-    for how, rows, new_start in (("again", everything, start), *_moves(start)):
+    for how, rows, new_start in (("again", everything, start), *moves(start)):
         for whole, part in zip(wanted, grads(new_start, *(t[rows] for t in tensors)), strict=True):
             tally.add(CLASS, site, how, whole[rows], part)
     healthy = torch.arange(int(start[1]))
@@ -215,5 +206,5 @@ def _step(call: Attended, cache: KVCache, table: Tensor, first: int, at: int, st
         slot=table.long()[positions // PAGE] * PAGE + positions % PAGE,
     )
     rows = slice(first + at, first + stop)
-    context = PagedBatch([cache], batch)
+    context = PagedBatch({}, {}, [cache], batch)
     return context.attend(0, call.q[rows], call.k[rows], call.v[rows], **call.options)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from ...kernels.attention import PAGE
 from ...trainer.engines.base import Event, Evict, Request, Run, Schedule, Slice, Step
+from ...trainer.engines.legal import granule
 from ...trainer.engines.paged import replay
 from ...trainer.engines.schedules import prompt_length
 from ..align import shorten
@@ -28,8 +29,14 @@ DECODED = 8
 """Tokens of each request that C3 decodes at every batch size; those before come whole."""
 SINGLE = 3
 """Requests whose prompts, too, run one token at a time."""
-FUZZED_TOKENS = 3 * PAGE + PAGE // 2
-"""Leading tokens of a request that random schedules cut up."""
+FUZZED_GRAINS = 3.5
+"""Leading tokens of a request that random schedules cut up, in granules."""
+
+
+def grain(engines: Engines) -> int:
+    """Positions between two places where the state of every layer may be cut: a KV page, or more
+    where recurrent layers keep a state per chunk."""
+    return granule(engines.paged.state_specs())
 
 
 def check_repeat(bench: Bench, found: Findings) -> None:
@@ -194,14 +201,17 @@ def check_phase(bench: Bench, found: Findings) -> None:
     found.require("prefix hits", hits)
     found.require("evictions", evictions)
     _fuzz(bench, found)
-    shortest = min(len(request.tokens) for request in requests)
-    found.require(f"the shortest request crosses {TILES} KV tiles", f"{shortest} tokens",
-                  shortest > (TILES - 1) * PAGE)  # fmt: skip
-    bench.progress("C4: red control, stock attention")
-    red, few = bench.on(with_stock(bench.plan, "attention")), requests[:2]
-    control = compare_scored(red.run("decode", few), red.run("alone", few))
-    found.control("stock attention", "one stock operator class", control.compared,
-                  control.differing)  # fmt: skip
+    shortest, size = min(len(request.tokens) for request in requests), grain(engines)
+    what = "KV tiles" if size == PAGE else f"state chunks of {size}"
+    found.require(f"the shortest request crosses {TILES} {what}", f"{shortest} tokens",
+                  shortest > (TILES - 1) * size)  # fmt: skip
+    layers = engines.paged.instrument.recurrent.values()
+    for op_class in ("attention", *sorted({f"recurrence_{layer.kind}" for layer in layers})):
+        bench.progress(f"C4: red control, stock {op_class}")
+        red, few = bench.on(with_stock(bench.plan, op_class)), requests[:2]
+        control = compare_scored(red.run("decode", few), red.run("alone", few))
+        found.control(f"stock {op_class}", "one stock operator class", control.compared,
+                      control.differing)  # fmt: skip
     if found.differs():
         few = shorten(requests, 2, 8)
         found.divergence, found.heat = bench.culprits_and_heat("paged:decode", "paged:alone", few)
@@ -233,8 +243,9 @@ def _as_sampled(bench: Bench, found: Findings) -> None:
 
 def _phases(engines: Engines, requests: Sequence[Request]) -> Iterator[tuple[str, Schedule]]:
     yield "decode", engines.paged.schedule("decode", requests)
-    for size in CHUNKS:
-        yield f"chunks of {size}", engines.paged.schedule(f"chunk:{size}", requests)
+    size = grain(engines)
+    for rows in CHUNKS if size == PAGE else (7, size - 1, size, size + 1):
+        yield f"chunks of {rows}", engines.paged.schedule(f"chunk:{rows}", requests)
     for name in ("prefix-hit", "preempt"):
         yield name, engines.paged.schedule(name, requests)
     yield "evict", Schedule(events=tuple(_evicted(requests)))
@@ -255,7 +266,8 @@ def _evicted(requests: Sequence[Request]) -> Iterator[Event]:
 
 def _fuzz(bench: Bench, found: Findings) -> None:
     engines, chosen = bench.on(), bench.requests[: bench.size.fuzz_requests]
-    few = [cut(request, min(FUZZED_TOKENS, len(request.tokens))) for request in chosen]
+    most = int(FUZZED_GRAINS * grain(engines))
+    few = [cut(request, min(most, len(request.tokens))) for request in chosen]
     compared = differing = hits = 0
     first = ""
     for seed in range(bench.seed, bench.seed + bench.size.fuzzed):

@@ -29,6 +29,7 @@ from ..rollouts import compare_tokens
 from .base import Findings, Gate
 from .bench import Bench, Engines, compare_scored, engines_on
 from .gradient import loss_weights
+from .inference import grain
 from .learner import Learner
 
 Publisher = Callable[[Mapping[str, Tensor], int], None]
@@ -128,7 +129,8 @@ def _stale_state(
     engines: Engines, found: Findings, one: Request, weights: Mapping[str, Tensor]
 ) -> None:
     """A publication between two steps: cached keys are gone, and hits on them are refused."""
-    half, stop = 2 * PAGE, len(one.tokens)
+    size = grain(engines)
+    half, stop = max(size, 2 * PAGE // size * size), len(one.tokens)
     part = Step(slices=(Slice(request=one.id, start=0, stop=half),))
     other = {name: tensor * GROWTH for name, tensor in weights.items()}
     event = engines.paged.stage(other, engines.paged.version + 1)

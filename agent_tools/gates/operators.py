@@ -7,8 +7,8 @@ repeated. Operators of one class, contract and shape are swept once; all others 
 row alone and with their rows shuffled. The same for the gradient with respect to rows; gradients of
 weights add up over rows, so those are only repeated, misaligned and run under other threads.
 
-Attention is in ``attention.py``. Red controls: stock linear layers and attention at the model's
-shapes, and one bit of one row in a hundred.
+Attention is in ``attention.py``, recurrent layers in ``recurrence.py``. Red controls: stock linear
+layers and attention at the model's shapes, and one bit of one row in a hundred.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +31,11 @@ QUICK_ROW_COUNTS = (1, 2, 3, 7, 9, 17, 33, 65, 129)
 MIN_ROWS = 130
 CONSTANT = frozenset(("cos", "sin", "temperature"))
 """Inputs without a gradient."""
-BY_ATTENTION = frozenset(("attention", "kv_write"))
-"""Classes that ``attention.py`` sweeps: they read and write a cache."""
+CACHED = frozenset(
+    ("attention", "kv_write", "convolution", "recurrence_ssd", "recurrence_gated_delta",
+     "recurrence_kda")
+)  # fmt: skip
+"""Classes that ``attention.py`` and ``recurrence.py`` sweep: they read and write a cache."""
 
 Run = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
@@ -90,7 +93,7 @@ class Collector:
     def on_site(self, call: SiteCall, /) -> None:
         """Keep the first of a kind; check the others here, on one row and on shuffled rows."""
         op_class = call.site.op_class
-        if op_class in BY_ATTENTION or call.rerun is None:
+        if op_class in CACHED or call.rerun is None:
             return
         self.seen[op_class] = self.seen.get(op_class, 0) + 1
         shapes = tuple((n, tuple(t.shape[1:]), t.dtype) for n, t in call.inputs.items())
@@ -119,20 +122,20 @@ def check(bench: Bench, found: Findings) -> None:
         bench.progress(f"C1: {operator.call.site.name}")
         sweep_rows(operator, tally, quick=bench.quick)
         sweep_gradients(operator, parameters, backward, quick=bench.quick)
-    bench.progress("C1: attention")
+    bench.progress("C1: operators that read a cache")
     stock = Tally()
     attended = sweep_attention(engines, requests, tally, backward, stock, quick=bench.quick)
     _report(found, "", tally)
     _report(found, " backward", backward)
     classes = {site.op_class for site in engines.paged.instrument.sites}
-    tested = collector.seen.keys() | BY_ATTENTION
+    tested = collector.seen.keys() | CACHED
     found.require("every operator class was swept", ", ".join(sorted(classes - tested)) or "all",
                   classes <= tested)  # fmt: skip
     rows = sum(len(request.tokens) for request in requests)
     found.require(f"at least {MIN_ROWS} rows", rows, rows >= MIN_ROWS)
     found.notes.append(
         f"{len(collector.kept)} kinds of operators swept, {sum(collector.seen.values())} sites and "
-        f"{attended} attention sites checked"
+        f"{attended} sites that read a cache checked"
     )
     _controls(collector, parameters, stock, found, quick=bench.quick)
 

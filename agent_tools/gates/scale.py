@@ -24,7 +24,7 @@ from ...trainer.engines.base import (
 )
 from .base import Findings, Gate
 from .bench import Bench, compare_scored
-from .inference import TILES, planted_bit
+from .inference import TILES, grain, planted_bit
 
 TAIL = 12
 CHUNKS = (128, 97)
@@ -33,14 +33,18 @@ CHUNKS = (128, 97)
 def check(bench: Bench, found: Findings) -> None:
     """See the module."""
     engines = bench.on()
-    layers = sum(site.op_class == "attention" for site in engines.paged.instrument.sites)
+    inside = (site.path.split(".layers.", 1)[1:] for site in engines.paged.instrument.sites)
+    layers = len({rest[0].partition(".")[0] for rest in inside if rest})
     depth = bench.model.config.num_hidden_layers
     found.require("layers that run of layers in the config", f"{layers} of {depth}",
                   layers == depth)  # fmt: skip
-    long = long_request(bench.requests, min(bench.size.long, max_length(bench.model.config)))
+    size = grain(engines)
+    length = max(bench.size.long, TILES * size + TAIL)
+    long = long_request(bench.requests, min(length, max_length(bench.model.config)))
     bench.progress(f"C9: {len(long.tokens)} tokens")
-    found.require(f"context of more than {TILES} pages", f"{len(long.tokens)} tokens",
-                  len(long.tokens) > TILES * PAGE)  # fmt: skip
+    what = "pages" if size == PAGE else f"state chunks of {size}"
+    found.require(f"context of more than {TILES} {what}", f"{len(long.tokens)} tokens",
+                  len(long.tokens) > TILES * size)  # fmt: skip
     packed = engines.pack([long])
     for size in CHUNKS:
         run = engines.run(_prefill(long, size), [long])

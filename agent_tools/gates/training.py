@@ -138,11 +138,13 @@ def _checkpointing(bench: Bench, found: Findings) -> None:
     found.part("gradients with checkpointing", len(wanted), len(odd), "tensors", ", ".join(odd[:3]))
 
 
-class WrongTable:
-    """Observer that computes the rotary table of chosen rows for half their position."""
+class WrongRows:
+    """Observer that spoils chosen rows of what tells positions apart: the rotary table is computed
+    for half their position; without one (Nemotron-H, Kimi-Linear), time passes twice as fast."""
 
-    def __init__(self, rows: frozenset[tuple[str, int]]) -> None:
+    def __init__(self, rows: frozenset[tuple[str, int]], *, rotary: bool) -> None:
         self.chosen = rows
+        self.rotary = rotary
         self.rows = 0
         self._index: list[int] = []
         self._count = 0
@@ -153,8 +155,15 @@ class WrongTable:
         self._count = len(rows)
 
     def on_site(self, call: SiteCall, /) -> Tensor | None:
-        """Replace the table's rows."""
-        if call.site.op_class != "rotary_table" or call.rerun is None or not self._index:
+        """Replace the rows."""
+        if not self._index or call.rerun is None:
+            return None
+        if not self.rotary and call.site.op_class in ("decay", "time_step"):
+            spoiled = call.output.clone()
+            spoiled[self._index] *= 2
+            self.rows += len(self._index)
+            return spoiled
+        if call.site.op_class != "rotary_table":
             return None
         positions = call.inputs["positions"].clone()
         positions[self._index] //= 2
@@ -172,10 +181,12 @@ def _accuracy(bench: Bench, found: Findings) -> None:
                detail=_sizes(accuracy))  # fmt: skip
     rows = sum(len(request.tokens) for request in requests)
     chosen = [(r.id, r.sampled_mask.index(True) - 1) for r in requests if True in r.sampled_mask]
-    wrong = WrongTable(frozenset(chosen[: max(1, rows // 100)]))
+    rotary = any(s.op_class == "rotary_table" for s in bench.on().paged.instrument.sites)
+    wrong = WrongRows(frozenset(chosen[: max(1, rows // 100)]), rotary=rotary)
     run = bench.on().pack(requests, wrong)
     spoiled = measure_accuracy(reference, ours=run, stock=stock)
-    found.control("a wrong rotary table", f"{len(wrong.chosen)} of {rows} rows", spoiled.compared,
+    what = "a wrong rotary table" if rotary else "decays of another time"
+    found.control(what, f"{len(wrong.chosen)} of {rows} rows", spoiled.compared,
                   _beyond(spoiled))  # fmt: skip
 
 

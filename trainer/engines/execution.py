@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ...kernels.attention import KVCache
 from ...model_recipes.apply import Instrument
 from .base import Event, Observer, Publish, Request, Step
-from .paged_batch import PagedBatch, attention_batch
-from .pages import Pages
+from .paged_batch import Caches, paged_batch
+from .pages import Pools
 from .replay import forced_rows
 from .rows import base_model, row_names, row_tokens
 from .weights import Weights
@@ -30,8 +29,8 @@ class Execution:
         self,
         instrument: Instrument,
         weights: Weights,
-        pages: Pages,
-        caches: Sequence[KVCache],
+        pages: Pools,
+        caches: Caches,
         tokens: Mapping[str, Sequence[int]],
         observer: Observer | None,
         requests: Mapping[str, Request],
@@ -74,5 +73,5 @@ class Execution:
             input_ids=row_tokens(rows, self.tokens).to(self.device),
             position_ids=torch.tensor([positions], device=self.device),
             use_cache=False,
-            batch=PagedBatch(self.caches, attention_batch(step, self.pages, self.device)),
+            batch=paged_batch(step, self.pages, self.caches, self.device),
         ).last_hidden_state[0]

@@ -23,6 +23,7 @@ from ...kernels.errors import CapabilityError, UsageError
 from ...model_recipes.apply import Instrument, apply_plan
 from ...model_recipes.models import LoadedModel
 from ...model_recipes.plan import Plan
+from ...model_recipes.recurrent import WholeRequests
 from .admission import admit, check_requests
 from .base import Observer, Request, Run, Sample, Scenario, Schedule, Slice, StateSpec, Step
 from .environment import describe_engine
@@ -48,10 +49,8 @@ from .weights import Weights
 
 
 @dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """The attention context of one packed row; ``query_start`` is int32 [requests + 1]."""
-
-    query_start: Tensor
+class PackedBatch(WholeRequests):
+    """The context of one packed row; ``query_start`` is int32 [requests + 1]."""
 
     def attend(
         self,

@@ -9,9 +9,10 @@ replayed. It is the default where there is no GPU, and the zero-mismatch referen
     again = engine.run(replay(run))          # the same bits
 
 Transformers' own cache is bypassed: ``use_cache=False``, explicit positions, and a batch object
-that reaches the attention function. The parts: ``pages.py`` (who holds which page),
-``paged_batch.py`` (attention over pages), ``execution.py`` (events), ``scheduler.py`` (batching
-policy), ``generation.py`` (drawing tokens), ``weights.py`` (publication).
+that reaches the attention function and recurrent mixers. The parts: ``pages.py`` (who holds which
+page), ``paged_batch.py`` (attention over pages), ``recurrent_batch.py`` (recurrent layers over
+pages of one chunk), ``execution.py`` (events), ``scheduler.py`` (batching policy),
+``generation.py`` (drawing tokens), ``weights.py`` (publication).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...kernels.attention import PAGE, KVCache
+from ...kernels.attention import PAGE
 from ...kernels.errors import ScheduleError, UsageError
 from ...model_recipes.apply import Instrument, apply_plan
 from ...model_recipes.models import LoadedModel
@@ -42,8 +43,9 @@ from .base import (
 from .environment import describe_engine
 from .execution import Execution
 from .generation import check_generation, generate
-from .paged_batch import new_caches, page_bytes
-from .pages import Pages, pages_for, peak_pages
+from .paged_batch import Caches, page_bytes
+from .pages import Pools, pages_for, peak_pages
+from .recurrent_batch import page_sizes, state_specs
 from .rows import known_targets, last_of_each, observed, row_names, score
 from .schedules import build_schedule
 from .weights import Weights
@@ -52,7 +54,8 @@ CACHE_BYTES = 2 << 30
 
 
 class PagedEngine:
-    """See the module. ``num_pages``: cache size; None takes what a run needs, up to 2 GiB."""
+    """See the module. ``num_pages``: cache size in pages of 16 positions; None takes what a run
+    needs, up to 2 GiB. Recurrent layers have pages for as many positions."""
 
     name = "paged"
 
@@ -70,7 +73,7 @@ class PagedEngine:
         self.instrument = instrument or apply_plan(loaded.module, plan)
         self.num_pages = num_pages
         self.weights = Weights(loaded)
-        self._caches: list[KVCache] = []
+        self._caches: Caches | None = None
 
     @property
     def version(self) -> int:
@@ -78,12 +81,9 @@ class PagedEngine:
         return self.weights.version
 
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Keys and values of every attention site, in pages; windows keep all keys too."""
-        return tuple(
-            StateSpec(site=site.path, kind="kv", granule=PAGE)
-            for site in self.instrument.sites
-            if site.op_class == "attention"
-        )
+        """Keys and values of every attention site, in pages (windows keep all keys too); states of
+        recurrent layers at the end of every chunk."""
+        return state_specs(self.instrument, granule=PAGE)
 
     def schedule(self, name: str, requests: Sequence[Request]) -> Schedule:
         """The named schedule, fitted to this engine."""
@@ -111,10 +111,10 @@ class PagedEngine:
             if isinstance(event, Publish):
                 self.weights.require(event)
         requests = {request.id: request for request in scenario.requests}
-        num_pages = self._pages_for_schedule(schedule, requests)
+        sizes = self._pages_for_schedule(schedule, requests)
         tokens = {name: request.tokens for name, request in requests.items()}
-        padding = _padding_pages(schedule)
-        execution = self._execution(tokens, num_pages, padding, observer, requests)
+        pools = Pools(sizes, padded_rows=_padded_rows(schedule))
+        execution = self._execution(tokens, pools, observer, requests)
         scored: list[Sample] = []
         with observed(self.instrument, observer):
             for event in schedule.events:
@@ -157,7 +157,7 @@ class PagedEngine:
         check_generation(self.name, requests, policy, self.loaded.config)
         num_pages = self._pages_for_generation(requests, policy)
         tokens = {request.id: list(request.tokens) for request in requests}
-        execution = self._execution(tokens, num_pages, 0, observer, {})
+        execution = self._execution(tokens, Pools(self._sizes(num_pages)), observer, {})
         with observed(self.instrument, observer):
             samples = generate(execution, requests, tokens, policy, between)
         return Run(
@@ -185,23 +185,35 @@ class PagedEngine:
         """Take the plan off the model."""
         self.instrument.remove()
 
-    def _pages_for_schedule(self, schedule: Schedule, requests: Mapping[str, Request]) -> int:
+    def _sizes(self, num_pages: int) -> dict[int, int]:
+        """By page size, how many pages hold as many positions as ``num_pages`` pages of keys."""
+        return {
+            size: pages_for(num_pages * PAGE, size) for size in page_sizes(self.instrument)
+        }
+
+    def _pages_for_schedule(
+        self, schedule: Schedule, requests: Mapping[str, Request]
+    ) -> dict[int, int]:
         """Exactly what the schedule needs at its worst moment, if the engine has as many."""
-        most = sum(pages_for(len(request.tokens)) for request in requests.values())
-        needed = peak_pages(schedule.events, most)
-        if self.num_pages is not None and needed > self.num_pages:
-            raise ScheduleError(
-                f"the schedule holds {needed} cache pages at once and this engine has "
-                f"{self.num_pages}; raise num_pages, or Evict or Preempt earlier"
-            )
-        return self.num_pages or needed
+        found: dict[int, int] = {}
+        for size in page_sizes(self.instrument):
+            most = sum(pages_for(len(request.tokens), size) for request in requests.values())
+            needed = peak_pages(schedule.events, most, size)
+            have = None if self.num_pages is None else self._sizes(self.num_pages)[size]
+            if have is not None and needed > have:
+                raise ScheduleError(
+                    f"the schedule holds {needed} cache pages of {size} positions at once and this "
+                    f"engine has {have}; raise num_pages, or Evict or Preempt earlier"
+                )
+            found[size] = have or needed
+        return found
 
     def _pages_for_generation(self, requests: Sequence[Request], policy: Policy) -> int:
         """Pages as asked, else as the engine was built, else what all need, within 2 GiB."""
         needed = [pages_for(len(r.tokens) + r.sampling.max_new_tokens - 1) for r in requests]
         num_pages = policy.num_pages or self.num_pages
         if num_pages is None:
-            affordable = CACHE_BYTES // page_bytes(self.loaded.config, self.loaded.dtype)
+            affordable = CACHE_BYTES // page_bytes(self.loaded, self.instrument)
             num_pages = min(sum(needed), max(affordable, *needed))
         for request, pages in zip(requests, needed, strict=True):
             if pages > num_pages:
@@ -214,29 +226,22 @@ class PagedEngine:
     def _execution(
         self,
         tokens: Mapping[str, Sequence[int]],
-        num_pages: int,
-        padding: int,
+        pools: Pools,
         observer: Observer | None,
         requests: Mapping[str, Request],
     ) -> Execution:
-        pages = Pages(num_pages + padding, reserved=padding)
-        if not self._caches or self._caches[0].num_pages < pages.num_pages:
-            self._caches = []
-            self._caches = new_caches(
-                self.loaded.config,
-                pages.num_pages,
-                dtype=self.loaded.dtype,
-                device=self.loaded.device,
-            )
+        if self._caches is None or not self._caches.hold(pools):
+            self._caches = None  # the old ones go before the new ones come
+            self._caches = Caches(self.loaded, self.instrument, pools)
         return Execution(
-            self.instrument, self.weights, pages, self._caches, tokens, observer, requests
+            self.instrument, self.weights, pools, self._caches, tokens, observer, requests
         )
 
 
-def _padding_pages(schedule: Schedule) -> int:
-    """Pages for the step with most padding rows."""
+def _padded_rows(schedule: Schedule) -> int:
+    """Padding rows of the step that has most."""
     steps = (event for event in schedule.events if isinstance(event, Step))
-    return pages_for(max((step.padded_rows for step in steps), default=0))
+    return max((step.padded_rows for step in steps), default=0)
 
 
 def _with_reply(request: Request, tokens: list[int]) -> Request:

@@ -1,7 +1,9 @@
-"""Which cached prefixes exist: page hashes, chained from the first token on.
+"""Which cached prefixes exist: hashes of granules, chained from the first token on.
 
-The key of page i covers weight version, adapter and all tokens up to the end of page i, so equal
-keys mean equal state. Each key lists the requests that hold that page; a hit names one of them.
+A granule is what every pool holds in full pages: a page of keys, or the least common multiple of
+that and the chunks of recurrent layers. The key of granule i covers weight version, adapter and all
+tokens up to its end, so equal keys mean equal state. Each key lists the requests that hold those
+pages; a hit names one of them.
 Keys that a running prompt is about to fill are *promised*: a request with the same prefix waits for
 them instead of computing them twice.
 """
@@ -9,22 +11,20 @@ them instead of computing them twice.
 import hashlib
 from collections.abc import Sequence
 
-from ...kernels.attention import PAGE
-
 
 def extend_keys(
-    keys: list[bytes], tokens: Sequence[int], *, version: int, adapter: str | None
+    keys: list[bytes], tokens: Sequence[int], granule: int, *, version: int, adapter: str | None
 ) -> None:
-    """Append the keys that ``keys`` lacks, so that there is one per full page of ``tokens``."""
+    """Append the keys that ``keys`` lacks, so that there is one per full granule of ``tokens``."""
     key = keys[-1] if keys else f"{version}/{adapter!r}".encode()
-    for start in range(len(keys) * PAGE, len(tokens) - PAGE + 1, PAGE):
-        page = ",".join(map(str, tokens[start : start + PAGE])).encode()
+    for start in range(len(keys) * granule, len(tokens) - granule + 1, granule):
+        page = ",".join(map(str, tokens[start : start + granule])).encode()
         key = hashlib.blake2b(key + b"|" + page, digest_size=16).digest()
         keys.append(key)
 
 
 class Prefixes:
-    """The cached and the promised pages, by key."""
+    """The cached and the promised granules, by key."""
 
     def __init__(self) -> None:
         self._holders: dict[bytes, list[str]] = {}
@@ -32,7 +32,7 @@ class Prefixes:
         self._promised: dict[str, set[bytes]] = {}
 
     def longest(self, keys: Sequence[bytes]) -> tuple[int, str | None]:
-        """Number of leading pages that are cached, and the request that has held them longest."""
+        """How many leading granules are cached, and the request that has held them longest."""
         count, holder = 0, None
         for key in keys:
             holders = self._holders.get(key)

@@ -14,9 +14,8 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ...kernels.attention import PAGE
 from .base import Event, Evict, Hit, Policy, Preempt, Request, Resume, Slice, Step
-from .pages import Pages, pages_for
+from .pages import Pools
 from .prefixes import Prefixes, extend_keys
 
 
@@ -24,7 +23,7 @@ from .prefixes import Prefixes, extend_keys
 class InFlight:
     """One request on its way: all its tokens so far, and how many of them are computed.
 
-    keys: page keys of ``tokens``, as far as they were needed.
+    keys: granule keys of ``tokens``, as far as they were needed.
     """
 
     request: Request
@@ -56,13 +55,14 @@ class Scheduler:
         requests: Sequence[Request],
         tokens: Mapping[str, list[int]],
         policy: Policy,
-        pages: Pages,
+        pages: Pools,
         *,
         version: int,
         emit: Callable[[Event], object],
     ) -> None:
         self.policy = policy
         self.pages = pages
+        self.granule = pages.granule
         self.version = version
         self.emit = emit
         self.prefixes = Prefixes()
@@ -107,7 +107,7 @@ class Scheduler:
             flight = self.flights[piece.request]
             flight.computed = piece.stop
             if self.policy.prefix_cache:
-                self.prefixes.hold(flight.id, self._keys(flight)[: piece.stop // PAGE])
+                self.prefixes.hold(flight.id, self._keys(flight)[: piece.stop // self.granule])
             if flight.id in drawn:
                 flight.tokens.append(drawn[flight.id])
                 flight.sampled += 1
@@ -131,7 +131,9 @@ class Scheduler:
 
     def _keys(self, flight: InFlight) -> list[bytes]:
         adapter = flight.request.adapter
-        extend_keys(flight.keys, flight.tokens, version=self.version, adapter=adapter)
+        extend_keys(
+            flight.keys, flight.tokens, self.granule, version=self.version, adapter=adapter
+        )
         return flight.keys
 
     def _continue(self, flight: InFlight, chosen: dict[str, Slice], room: int) -> int:
@@ -140,7 +142,7 @@ class Scheduler:
         if not size or flight.preempted:
             return room
         stop = flight.computed + size
-        while self.pages.missing(flight.id, stop) > len(self.pages.free):
+        while self.pages.is_short(flight.id, stop):
             if self.idle:
                 self._evict(next(iter(self.idle)))
                 continue
@@ -159,7 +161,7 @@ class Scheduler:
         for flight in list(self.waiting):
             if not room or len(self.running) >= self.policy.max_running:
                 return
-            keys = self._keys(flight)[: (len(flight.tokens) - 1) // PAGE]
+            keys = self._keys(flight)[: (len(flight.tokens) - 1) // self.granule]
             count, source = self.prefixes.longest(keys) if self.policy.prefix_cache else (0, None)
             if count < len(keys) and self.prefixes.is_promised(keys[count]):
                 continue  # another request is computing this very page: wait and share it
@@ -168,7 +170,7 @@ class Scheduler:
             self._start(flight, count, source)
             size = min(room, len(flight.tokens) - flight.computed)
             stop = flight.computed + size
-            while self.pages.missing(flight.id, stop) > len(self.pages.free):
+            while self.pages.is_short(flight.id, stop):
                 self._evict(next(iter(self.idle)))
             self.pages.extend(flight.id, stop)
             chosen[flight.id] = Slice(request=flight.id, start=flight.computed, stop=stop)
@@ -178,17 +180,15 @@ class Scheduler:
 
     def _fits(self, flight: InFlight, count: int, source: str | None) -> bool:
         """Whether all tokens known so far fit without preempting anybody."""
-        shared = self.pages.tables[source][:count] if source else []
-        idle = self.pages.released_by(set(self.idle), keeping=shared)
-        return pages_for(len(flight.tokens)) - count <= len(self.pages.free) + idle
+        return self.pages.fits(len(flight.tokens), self.idle, source, count * self.granule)
 
     def _start(self, flight: InFlight, count: int, source: str | None) -> None:
         if flight.preempted:
             self.emit(Resume(request=flight.id))
             flight.preempted = False
         if source:
-            self.emit(Hit(request=flight.id, source=source, upto=count * PAGE))
-            flight.computed = count * PAGE
+            flight.computed = count * self.granule
+            self.emit(Hit(request=flight.id, source=source, upto=flight.computed))
             self.prefixes.hold(flight.id, flight.keys[:count])
         self.waiting.remove(flight)
         self.running.append(flight)

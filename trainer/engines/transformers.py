@@ -39,6 +39,7 @@ from .base import (
     Step,
 )
 from .environment import describe_engine
+from .recurrent_batch import state_specs
 from .rows import PADDING, base_model, known_targets, last_of_each, observed, row_tokens, score
 from .schedules import build_schedule
 from .weights import Weights
@@ -81,12 +82,8 @@ class TransformersEngine:
         return self.weights.version
 
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Keys and values of every attention site."""
-        return tuple(
-            StateSpec(site=site.path, kind="kv", granule=1)
-            for site in self.instrument.sites
-            if site.op_class == "attention"
-        )
+        """Keys and values of every attention site, states of recurrent layers."""
+        return state_specs(self.instrument, granule=1)
 
     def schedule(self, name: str, requests: Sequence[Request]) -> Schedule:
         """The named schedule; ``mixed`` means whole requests in shared steps."""

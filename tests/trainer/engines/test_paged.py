@@ -100,7 +100,8 @@ def test_cache_left_dirty_by_another_run_changes_nothing(
     paged = pairs("aligned", "float32").paged
     schedule = scenario(paged.schedule("fuzz:3", requests), requests)
     first = paged.run(schedule).samples
-    for cache in paged._caches:
+    assert paged._caches is not None
+    for cache in paged._caches.attention.values():
         cache.k.fill_(float("nan"))
         cache.v.fill_(float("inf"))
     assert paged.run(schedule).samples == first

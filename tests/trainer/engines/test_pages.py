@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 
+from zeromismatch.kernels.attention import PAGE
 from zeromismatch.kernels.errors import CapabilityError
 from zeromismatch.trainer.engines.base import (
     Event,
@@ -21,7 +22,7 @@ from zeromismatch.trainer.engines.base import (
     Step,
 )
 from zeromismatch.trainer.engines.legal import legal
-from zeromismatch.trainer.engines.pages import Pages, pages_for, peak_pages
+from zeromismatch.trainer.engines.pages import Pages, Pools, pages_for, peak_pages
 from zeromismatch.trainer.engines.prefixes import Prefixes, extend_keys
 from zeromismatch.trainer.engines.scheduler import Scheduler
 
@@ -71,7 +72,7 @@ def test_peak_counts_shared_pages_once_and_forgets_what_was_dropped() -> None:
 
 def keys(tokens: list[int], version: int = 0, adapter: str | None = None) -> list[bytes]:
     out: list[bytes] = []
-    extend_keys(out, tokens, version=version, adapter=adapter)
+    extend_keys(out, tokens, PAGE, version=version, adapter=adapter)
     return out
 
 
@@ -84,7 +85,7 @@ def test_page_keys_cover_everything_before_them() -> None:
     assert keys(tokens, adapter="x")[0] != keys(tokens)[0]
     assert keys([1, 23])[:0] == []
     grown = keys(tokens[:40])
-    extend_keys(grown, tokens, version=0, adapter=None)
+    extend_keys(grown, tokens, PAGE, version=0, adapter=None)
     assert grown == keys(tokens)
 
 
@@ -106,7 +107,7 @@ def simulate(
     requests: list[Request], policy: Policy, num_pages: int
 ) -> tuple[Schedule, list[Request]]:
     """Run the scheduler with made-up tokens; the executed schedule and the finished requests."""
-    pages, executed = Pages(num_pages), list[Event]()
+    pages, executed = Pools({PAGE: num_pages}), list[Event]()
     tokens = {r.id: list(r.tokens) for r in requests}
 
     def emit(event: Event) -> None:
