@@ -22,8 +22,8 @@ def record(version: int, **changes: object) -> UpdateRecord:
         "learning_rate": 1e-3, "loss": 0.0, "reward": 0.5 + 0.01 * version,
         "reward_deviation": 0.1, "zero_advantage_groups": 0.0, "entropy": 3.0, "rejected": 0.25,
         "moves": 0.5, "nonfinite": 0, "weights_root": "ab" * 16, "plan_digest": "cd" * 16,
-        "rollout_seconds": 1.0, "train_seconds": 1.0, "sync_seconds": 0.1, "wait_seconds": 0.1, "blocked_seconds": 0.0,
-        "tokens_per_second": 100.0,
+        "rollout_seconds": 1.0, "train_seconds": 1.0, "sync_seconds": 0.1, "wait_seconds": 0.1,
+        "blocked_seconds": 0.0, "tokens_per_second": 100.0,
     }  # fmt: skip
     return UpdateRecord.model_validate(values | changes)
 
