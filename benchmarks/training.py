@@ -199,6 +199,8 @@ def row_of(name: str, found: Found) -> list[str]:
 
 def _ends(values: list[float]) -> str:
     """Medians of a tenth of the run, from its tenth on, and at its end."""
+    if not values:
+        return "not recorded"
     tenth = max(1, len(values) // 10)
     early, late = values[tenth : 2 * tenth], values[-tenth:]
     return f"{statistics.median(early):.0f} / {statistics.median(late):.0f}"
@@ -227,7 +229,7 @@ def page(held: dict[str, Found]) -> str:
         lines += [
             "",
             "The learner's whole step (gradient, norm, AdamW) on aligned and on stock operators, "
-            "in turns in one process on an idle machine, medians of 15:",
+            "in turns in one process, medians of 15:",
             "",
             *_table(columns, [
                 [f"{BATCH} × ({each['prompt']} + {each['reply']})", f"{each['aligned']:.0f}",
