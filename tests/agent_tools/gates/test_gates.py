@@ -13,6 +13,7 @@ from zeromismatch.agent_tools.gates import (
     GATES,
     GateReport,
     base,
+    environment,
     gradient,
     read_gates,
     run_gates,
@@ -208,6 +209,30 @@ def test_other_weights_and_another_environment_are_named(model: LoadedModel):
     named = changes(report, other.identity, report.environment | {"torch": "9.9"})
     assert [entry.partition(":")[0] for entry in named] == ["weights", "torch"]
     assert "here 9.9" in named[1]
+
+
+def test_a_kernel_whose_certificate_is_gone_is_proved_again_and_refused_if_wrong(
+    model: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    contract = "rmsnorm.lanes16.float32.cpu.v1"
+    right = dispatch.choose(contract).run
+    bench = Bench(model=model, plan=aligned_plan("float32", "cpu"), prompts=(), size=QUICK,
+                  quick=True)  # fmt: skip
+    certificates = environment.SHARED[1]
+    bench.on()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    try:
+        for wrong in (0.0, 1e-3):
+            found = Findings()
+            with dispatch.substituted(
+                contract, lambda x, w, eps, *rest, by=wrong: right(x, w, eps + by, *rest)
+            ):
+                certificates(bench, found)
+            (part,) = found.parts
+            assert part.differing == bool(wrong), part.detail
+            assert any(f"{contract}: no stored certificate" in note for note in found.notes)
+    finally:
+        bench.release()
 
 
 def test_a_report_about_other_weights_is_refused_before_anything_runs(
