@@ -1,6 +1,7 @@
 """The gates of every dense architecture, one run after the other, and the page about them.
 
-    python benchmarks/gates.py runs/gates > benchmarks/gates.md      # about an hour and a half
+    python benchmarks/gates.py runs/gates > benchmarks/gates.md      # an hour, idle
+    python benchmarks/gates.py runs/gates --kept                     # runs nothing
 
 Each run is ``zm gate MODEL --plan PLAN --rollout paged --dtype DTYPE --json`` in a process of its
 own, with one thread; its report is kept in the folder, and a report that is there already is read,
@@ -37,9 +38,11 @@ Seconds are for this machine at that hour, beside whatever else it did.
 """
 
 
-def run(folder: Path, model: str, dtype: str, plan: str) -> GateReport:
-    """One run's report, from the folder where it is there."""
+def run(folder: Path, model: str, dtype: str, plan: str, *, kept: bool) -> GateReport | None:
+    """One run's report, from the folder where it is there; kept: None where it is not."""
     file = folder / f"{model.replace(':', '-')}-{dtype}-{plan}.json"
+    if not file.exists() and kept:
+        return None
     if not file.exists():
         zm = str(Path(sys.executable).with_name("zm"))
         command = [zm, "gate", model, "--plan", plan, "--rollout", "paged", "--dtype", dtype,
@@ -65,7 +68,7 @@ def row(report: GateReport) -> str:
     tokens = [gate.tokens for gate in report.gates]
     trainer = next(gate for gate in report.gates if gate.id == "C5").tokens
     cells = (
-        report.request.model, report.request.dtype, report.plan.name.partition("@")[0],
+        report.request.model, report.request.dtype, "stock" if report.plan.is_stock else "aligned",
         report.exit_code, f"{report.seconds:.0f}", ", ".join(report.failed) or "none",
         f"{sum(n for n, _ in tokens):,}", f"{sum(n for _, n in tokens):,}",
         f"{trainer[1]:,} of {trainer[0]:,} differ",
@@ -73,14 +76,19 @@ def row(report: GateReport) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def main(folder: Path) -> int:
+def main(folder: Path, *, kept: bool) -> int:
     """Print the page."""
-    reports = [run(folder, *each, plan) for each in RUNS for plan in PLANS]
+    wanted = [(*each, plan) for each in RUNS for plan in PLANS]
+    found = {each: run(folder, *each, kept=kept) for each in wanted}
+    reports = [report for report in found.values() if report is not None]
     print(HEADER.format_map(reports[0].environment))
     print(f"| {' | '.join(COLUMNS)} |\n|{' --- |' * len(COLUMNS)}")
     print("\n".join(map(row, reports)))
-    return 0 if all(map(as_it_should_be, reports)) else 1
+    missing = [" ".join(each) for each, report in found.items() if report is None]
+    if missing:
+        print(f"\nNot run: {', '.join(missing)}.")
+    return 0 if not missing and all(map(as_it_should_be, reports)) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1])))
+    sys.exit(main(Path(sys.argv[1]), kept="--kept" in sys.argv))
