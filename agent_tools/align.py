@@ -2,7 +2,7 @@
 
     baseline: stock kernels, red, every culprit named
     autopilot: contracts for the culprits, probe by probe, until every probe is equal
-    proof: sampled rollout = packed trainer = decode alone, and the error against fp64
+    proof: sampled rollout = packed trainer = scored again, and the error against fp64
     recipe folder, traces of the baseline, one HTML report
 
     model = load_model("smollm2-135m")
@@ -45,6 +45,7 @@ class Options:
 
     out: Path
     command: str
+    rollout: str = "paged"
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     seed: int = 0
@@ -93,7 +94,10 @@ def align(model: LoadedModel, requests: Sequence[Request], options: Options) -> 
             model.spec, dtype=options.dtype, device=options.device, seed=options.seed
         )
         prompts = [only_prompt(request) for request in requests]
-        proof = prove(model, outcome.plan, prompts, pristine=pristine, progress=options.progress)
+        proof = prove(
+            model, outcome.plan, prompts, pristine=pristine, rollout=options.rollout,
+            progress=options.progress,
+        )  # fmt: skip
         recipe = write_recipe(
             options.out / "recipe",
             model,
@@ -101,6 +105,7 @@ def align(model: LoadedModel, requests: Sequence[Request], options: Options) -> 
             proof,
             outcome.steps,
             command=options.command,
+            rollout=options.rollout,
         )
     status, reason = _verdict(outcome, proof)
     page = write_report(
@@ -170,8 +175,8 @@ def _verdict(outcome: Outcome, proof: Proof | None) -> tuple[Status, str]:
     if statuses == {"pass"}:
         first = proof.claims[0].claim
         return "EQUAL", (
-            f"Aligned: {first.compared} sampled tokens, every bit equal in rollout, trainer and "
-            "decode alone. Next: review recipe/README.md."
+            f"Aligned: {first.compared} sampled tokens, every bit equal in rollout and trainer, "
+            "and scored again. Next: review recipe/README.md."
         )
     failed = next(entry.claim for entry in proof.claims if entry.claim.status != "pass")
     status: Status = "DIVERGENT" if "fail" in statuses else "INCONCLUSIVE"

@@ -1,9 +1,10 @@
-"""The claims behind a recipe: rollout = trainer = decode alone, and still the right model.
+"""The claims behind a recipe: rollout = trainer = scored again, and still the right model.
 
 One rollout samples real tokens with everything on: continuous batching, chunked prefill, prefix
-cache. Then the trainer's packed forward and the rollout engine's plain decode score the same
-tokens. Each claim asserts its preconditions from the executed schedule, counts its tokens, and
-names a red control from the same run: stock kernels on the same tokens.
+cache. Then the trainer's packed forward scores the same tokens, and so does the rollout engine in
+another way: token by token (``paged``), or as one prompt (``vllm``, which forms its own batches).
+Each claim asserts its preconditions from the executed schedule, counts its tokens, and names a red
+control from the same run: stock kernels on the same tokens.
 
     proof = prove(load_model("smollm2-135m"), plan, prompts, pristine=load_model("smollm2-135m"))
     [claim.status for claim in proof.claims]
@@ -20,7 +21,9 @@ from ..kernels.errors import InconclusiveError
 from ..model_recipes.models import LoadedModel
 from ..model_recipes.plan import Plan, stock_plan
 from ..trainer.engines.base import Policy, Request, Run
+from ..trainer.engines.build import make_engine
 from ..trainer.engines.paged import PagedEngine
+from ..trainer.engines.vllm.engine import VllmEngine
 from .accuracy import Accuracy, measure_accuracy, reference_logprobs
 from .report import Claim
 from .rollouts import TokenCount, batching_facts, compare_tokens, logprob_digest
@@ -28,6 +31,32 @@ from .sides import Runner, Side
 
 STEP_TOKENS = 96
 """Rows in one step of the proof's rollout: few enough that prompts are chunked."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Other:
+    """How a rollout engine scores its tokens a second time. red: the side of the red control."""
+
+    side: str
+    red: str
+    claim: str
+    means: str
+
+
+OTHERS = {
+    "paged": Other(
+        side="paged:decode",
+        red="paged:mixed",
+        claim="decoded alone, token by token",
+        means="each request in steps of its own",
+    ),
+    "vllm": Other(
+        side="vllm:batched",
+        red="vllm:batched",
+        claim="scored as a prompt",
+        means="all requests at once, each one prompt",
+    ),
+}
 
 T = TypeVar("T")
 Progress = Callable[[str], None]
@@ -63,35 +92,38 @@ def prove(
     prompts: Sequence[Request],
     *,
     pristine: LoadedModel,
+    rollout: str = "paged",
     progress: Progress = lambda stage: None,
 ) -> Proof:
     """Sample ``prompts`` under ``plan`` and prove all claims on the sampled tokens.
 
-    prompts: requests without a reply, with ``sampling.max_new_tokens`` > 0.
+    prompts: requests without a reply, with ``sampling.max_new_tokens`` > 0. rollout: the engine
+    that samples, ``paged`` or ``vllm``.
     pristine: the same model freshly loaded, for the fp64 reference.
     """
     rates: dict[str, float] = {}
     progress("rollout: continuous batching, chunked prefill, prefix cache")
-    rollout, seconds = _timed(lambda: _sample(model, plan, prompts))
-    rates["rollout tokens/s"] = sum(map(sum, (r.sampled_mask for r in rollout.requests))) / seconds
-    requests = rollout.requests
+    sampled, seconds = _timed(lambda: _sample(rollout, model, plan, prompts))
+    rates["rollout tokens/s"] = sum(map(sum, (r.sampled_mask for r in sampled.requests))) / seconds
+    requests = sampled.requests
     progress("trainer: packed forward")
     packed, packed_seconds = _timed(lambda: _score(model, plan, "packed:packed", requests))
     rates["packed tokens/s"] = sum(len(r.tokens) for r in requests) / packed_seconds
-    progress("rollout engine, each request alone, decoded token by token")
-    decoded, decode_seconds = _timed(lambda: _score(model, plan, "paged:decode", requests))
+    other = OTHERS[rollout]
+    progress(f"rollout engine, {other.means}")
+    again, again_seconds = _timed(lambda: _score(model, plan, other.side, requests))
     progress("red control: stock kernels on the same tokens")
     stock = stock_plan()
     stock_packed, stock_seconds = _timed(lambda: _score(model, stock, "packed:packed", requests))
     rates["packed tokens/s, stock"] = sum(len(r.tokens) for r in requests) / stock_seconds
-    red = compare_tokens(_score(model, stock, "paged:mixed", requests), stock_packed)
+    red = compare_tokens(_score(model, stock, other.red, requests), stock_packed)
     control = f"stock kernels: {red.differing} of {red.compared} differ"
-    facts = batching_facts(rollout.executed, requests)
+    facts = batching_facts(sampled.executed, requests)
     absent = facts.missing()
     claims = [
         _claim(
             "rollout (mixed, chunked, prefix hits) = packed trainer",
-            rollout,
+            sampled,
             packed,
             red,
             control,
@@ -102,14 +134,14 @@ def prove(
             f"at least {facts.tiles} KV tiles",
         ),
         _claim(
-            "rollout = decoded alone, token by token",
-            rollout,
-            decoded,
+            f"rollout = {other.claim}",
+            sampled,
+            again,
             red,
             control,
-            decode_seconds,
+            again_seconds,
             absent,
-            "each request in steps of its own",
+            other.means,
         ),
     ]
     progress("accuracy: untouched transformers in fp64")
@@ -117,7 +149,7 @@ def prove(
     reference = reference_logprobs(pristine, requests)
     accuracy = measure_accuracy(reference, ours=packed, stock=stock_packed)
     claims.append(_accuracy_claim(accuracy, logprob_digest(packed), time.perf_counter() - began))
-    return Proof(claims=tuple(claims), rollout=rollout, accuracy=accuracy, rates=rates)
+    return Proof(claims=tuple(claims), rollout=sampled, accuracy=accuracy, rates=rates)
 
 
 def _timed(work: Callable[[], T]) -> tuple[T, float]:
@@ -126,8 +158,9 @@ def _timed(work: Callable[[], T]) -> tuple[T, float]:
     return result, time.perf_counter() - began
 
 
-def _sample(model: LoadedModel, plan: Plan, prompts: Sequence[Request]) -> Run:
-    engine = PagedEngine(model, plan)
+def _sample(rollout: str, model: LoadedModel, plan: Plan, prompts: Sequence[Request]) -> Run:
+    engine = make_engine(rollout, model, plan)
+    assert isinstance(engine, PagedEngine | VllmEngine)  # OTHERS has no other
     try:
         return engine.generate(prompts, Policy(max_step_tokens=STEP_TOKENS))
     finally:

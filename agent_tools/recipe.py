@@ -28,9 +28,10 @@ TEMPLATES = Path(__file__).parent / "templates"
 NOT_COVERED = (
     "Gates C0-C10: this recipe shows the claims listed here and no more.",
     "Other devices, dtypes and models than the ones named; more than one process.",
-    "vLLM as rollout engine; CUDA graphs and torch.compile; LoRA; quantised weights or caches.",
+    "LoRA; quantised weights or caches.",
     "Gradients, optimiser steps and weight publication.",
 )
+WITHOUT_VLLM = ("vLLM as rollout engine; CUDA graphs and torch.compile.",)
 
 
 def write_recipe(
@@ -41,16 +42,18 @@ def write_recipe(
     steps: Sequence[Step],
     *,
     command: str,
+    rollout: str = "paged",
 ) -> Recipe:
     """Write the folder and return the recipe. Each file appears whole or not at all."""
     environment = environment_of(model, plan)
+    not_covered = NOT_COVERED + (() if rollout == "vllm" else WITHOUT_VLLM)
     recipe = Recipe(
         name=f"{model.spec.replace(':', '-').replace('/', '-').strip('-')}-{plan.name}",
         model=identify(model.module, model.spec),
         plan=plan,
         dtype=dtype_name(model.dtype),
         device=device_kind(model.device),
-        engines={"paged": {}, "packed": {}},
+        engines={rollout: {}, "packed": {}},
         versions=environment,
         evidence=tuple(
             Evidence(
@@ -66,7 +69,7 @@ def write_recipe(
             for entry in proof.claims
         ),
         cost=proof.rates,
-        not_covered=NOT_COVERED,
+        not_covered=not_covered,
         precision=_precision(model, proof),
     )
     save_recipe(recipe, folder)

@@ -125,11 +125,11 @@ class Study(Record):
 
 
 def chosen_entries(names: Sequence[str]) -> dict[str, Entry]:
-    """The named entries, REINFORCE Zero first; all of them where none is named."""
+    """The named entries, REINFORCE Zero first; where none is named, all that any model can run."""
     for name in names:
         if name not in ENTRIES:
             raise UsageError(f"there is no loss {name!r}; choose among {', '.join(ENTRIES)}")
-    wanted = [OURS, *names] if names else [*ENTRIES]
+    wanted = [OURS, *names] if names else [n for n in ENTRIES if not LOSSES[n].needs_routes]
     return {name: ENTRIES[name] for name in dict.fromkeys(wanted)}
 
 

@@ -104,12 +104,19 @@ def start(
     """Check the recipe, train to the end, sum up. Raises what the loop raises."""
     progress("checking the recipe")
     recipe, command, model = green_recipe(Path(config.recipe))
+    if config.rollout != command.rollout:
+        raise RecipeError(
+            f"{config.recipe} proves rollouts of {command.rollout}, not of {config.rollout}; train "
+            f"with rollout {command.rollout}, or `zm align {command.model} --rollout "
+            f"{config.rollout}` first"
+        )
     setup = Setup(
         model=model.spec,
         plan=recipe.plan,
         task=task_named(config.task, model, seed=config.seed),
         config=config,
         dtype=command.dtype,
+        device=command.device,
         model_seed=command.seed,
     )
     progress(f"training in {folder}")

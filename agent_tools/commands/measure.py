@@ -26,7 +26,9 @@ Side = Annotated[
         show_default=False,
     ),
 ]
-Rollout = Annotated[str, typer.Option(metavar="ENGINE", help="The engine that samples: paged.")]
+Rollout = Annotated[
+    str, typer.Option(metavar="ENGINE", help="The engine that samples: paged, vllm.")
+]
 REQUESTS, REPLY = 16, 48
 QUICK_REQUESTS, QUICK_REPLY = 4, 12
 
@@ -96,13 +98,17 @@ def align(
     Exit 0 aligned, 1 stuck or disproved, 3 inconclusive. Everything goes into one new folder, by
     default under runs/.
     """
-    from ...kernels.errors import CapabilityError
+    from ...kernels.errors import UsageError
     from ...model_recipes.models import load_model
+    from ...trainer.engines.vllm.compat import require as require_vllm
     from ..align import Options
     from ..align import align as do_all
+    from ..proof import OTHERS
 
-    if rollout != "paged":
-        raise CapabilityError(f"rollout engine {rollout!r} is not there yet; use --rollout paged")
+    if rollout not in OTHERS:
+        raise UsageError(f"no rollout engine is called {rollout!r}; use {' or '.join(OTHERS)}")
+    if rollout == "vllm":
+        require_vllm()
     folder = out or new_folder(f"align-{model}")
     words = ["zm", "align", model, "--rollout", rollout, "--dtype", dtype, "--device", device]
     words += ["--seed", str(seed), *(["--quick"] if quick else [])]
@@ -112,8 +118,8 @@ def align(
         loaded = load_model(model, dtype=dtype, device=device, seed=seed)
         requests = requests_for(loaded, prompts=prompts, seed=seed, quick=quick)
         chosen = Options(
-            out=folder, command=shlex.join(words), dtype=dtype, device=device, seed=seed,
-            progress=progress,
+            out=folder, command=shlex.join(words), rollout=rollout, dtype=dtype, device=device,
+            seed=seed, progress=progress,
         )  # fmt: skip
         found = do_all(loaded, requests, chosen)
     return Answer(document=found, text=align_text(found), exit_code=found.exit_code)
@@ -171,9 +177,7 @@ def _write_page(found: "Divergence", again: str, out: Path) -> Path:
     heat = stored_heat_map(out) if found.status in ("EQUAL", "DIVERGENT") else None
     command = Command(label="The same comparison", command=again)
     environment = dict(versions()) | {"devices": "; ".join(devices())}
-    return write_report(
-        out / "report.html", from_divergence(found, (command,), heat, environment)
-    )
+    return write_report(out / "report.html", from_divergence(found, (command,), heat, environment))
 
 
 def divergence_text(found: "Divergence") -> list[object]:

@@ -39,6 +39,9 @@ def train(
     placement: Annotated[
         Literal["threads", "processes", "ray"] | None, typer.Option(help="Where workers run.")
     ] = None,
+    rollout: Annotated[
+        Literal["paged", "vllm"] | None, typer.Option(help="The engine that samples.")
+    ] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout engines.")] = None,
     rate: Annotated[float | None, typer.Option("--learning-rate", help="After warm-up.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of prompts, sampling and audits.")] = None,
@@ -65,7 +68,7 @@ def train(
         raise UsageError("--resume goes on in its own folder; leave --out away")
     given: dict[str, Any] = {
         "task": task, "updates": updates, "lag": lag, "mode": mode, "placement": placement,
-        "workers": workers, "learning_rate": rate, "seed": seed,
+        "rollout": rollout, "workers": workers, "learning_rate": rate, "seed": seed,
     }  # fmt: skip
     chosen = settings(recipe, given, file=config, resume=resume)
     folder = resume or out or new_folder("train")

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...kernels.errors import CapabilityError, MisalignedError
 from ...kernels.moe import Routing
-from .base import Request, SiteCall
+from .base import Hit, Request, Schedule, SiteCall
 
 Choices = tuple[tuple[int, ...], ...]
 
@@ -48,6 +48,20 @@ class ChoiceRecorder:
                     f"{call.site.name} chose {chosen} for request {row[0]!r}, position {row[1]}, "
                     f"and {list(known[row])} before; `zm localize` names what moved its scores"
                 )
+
+    def follow(self, executed: Schedule) -> None:
+        """Give requests that started from another's prefix the choices that were made there."""
+        for event in executed.events:
+            if isinstance(event, Hit):
+                for known in self._chosen.values():
+                    for position in range(event.upto):
+                        source = known.get((event.source, position))
+                        if source is not None:
+                            known.setdefault((event.request, position), source)
+
+    def clear(self) -> None:
+        """Forget all choices."""
+        self._chosen.clear()
 
     def forced(self, request: Request, tokens: int | None = None) -> dict[str, Choices]:
         """``Request.forced`` for the request's first ``tokens`` positions (default: all)."""

@@ -87,7 +87,7 @@ class Auditor:
         requests = [request_of(each) for each in trajectories]
         for version in sorted(set(versions.tolist())):
             self._install(version)
-            scored = self.engine.logprobs(requests, max_rows=self.config.max_rows)
+            scored = self.engine.logprobs(requests, max_rows=self.config.max_rows).cpu()
             logp = torch.where(versions == version, scored, logp)
         return logp
 
@@ -97,7 +97,7 @@ class Auditor:
         with self._lock:
             self._install(version)
             requests = [request_of(each) for each in trajectories]
-            return self.engine.logprobs(requests, max_rows=self.config.max_rows)
+            return self.engine.logprobs(requests, max_rows=self.config.max_rows).cpu()
 
     def close(self) -> None:
         """Take the plan off the model."""

@@ -68,6 +68,8 @@ class TrainConfig(BaseModel):
     """Of prompts, sampling and audits."""
     shuffle_rewards: bool = False
     """Control: an update's rewards are dealt out at random, so that nothing can be learned."""
+    rollout: Literal["paged", "vllm"] = "paged"
+    """The engine that samples."""
     workers: int = Field(default=1, ge=1)
     """Rollout engines."""
     placement: Literal["threads", "processes", "ray"] = "threads"

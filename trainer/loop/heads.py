@@ -2,7 +2,7 @@
 
     recorder = HeadRecorder(engine.instrument, vocabulary=3011, temperature=1.0)
     run = engine.generate(requests, observer=recorder)
-    trajectory = recorder.added(trajectory)          # with the head of its last turn's tokens
+    trajectories = recorder.added(trajectories, run)  # with the head of their last turn's tokens
 
 At every drawn token the SIZE likeliest ids are kept with their logprobs, by the same logprob
 operator as the drawn token's own. Score Centering needs them; nothing that trains does. SIZE is our
@@ -19,6 +19,7 @@ from ...kernels import bits
 from ...model_recipes.apply import Instrument
 from ...model_recipes.operators import logprob_function
 from ...model_recipes.sites import SiteCall
+from ..engines.base import Run
 from .records import Trajectory
 
 SIZE = 8
@@ -55,8 +56,10 @@ class HeadRecorder:
         for (request, position), row, kept in zip(self._rows, ids.tolist(), values, strict=True):
             self._held[request, position + 1] = (tuple(row), tuple(kept))
 
-    def added(self, trajectory: Trajectory) -> Trajectory:
-        """The trajectory with the head of each token of its last turn."""
+    def added(self, trajectories: Sequence[Trajectory], run: Run) -> list[Trajectory]:
+        """The trajectories with the head of each token of their last turn."""
+        return [replace(each, head=(*each.head, *self._taken(each))) for each in trajectories]
+
+    def _taken(self, trajectory: Trajectory) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
         start, stop = trajectory.turns[-1]
-        fresh = [self._held.pop((trajectory.id, position)) for position in range(start, stop)]
-        return replace(trajectory, head=(*trajectory.head, *fresh))
+        return [self._held.pop((trajectory.id, position)) for position in range(start, stop)]

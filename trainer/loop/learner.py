@@ -109,10 +109,11 @@ class Learner:
             with self.accumulators.micro_batch():
                 piece = part_of(batch, first, last)
                 if piece.head is None:
-                    logp = self.engine.logprobs(part)
+                    logp = self.engine.logprobs(part).cpu()  # where the loss and the batch are
                 else:
                     logp, beside = self.engine.logprobs_beside(part, piece.head.ids)
-                    piece = replace(piece, head=replace(piece.head, logp=beside))
+                    piece = replace(piece, head=replace(piece.head, logp=beside.cpu()))
+                    logp = logp.cpu()
                 _check_finite(logp, "the learner's logprob", piece, trajectories[first:last])
                 output = self.loss(piece, logp)
                 output.loss.backward()
@@ -151,7 +152,10 @@ class Learner:
                 master.copy_(held[f"master/{name}"])
             moments = {key: held[f"{key}/{name}"] for key in STATE if f"{key}/{name}" in held}
             if moments:
-                self.optimiser.state[master] = {k: v.clone() for k, v in moments.items()}
+                self.optimiser.state[master] = {
+                    key: value.clone() if key == "step" else value.to(master.device, copy=True)
+                    for key, value in moments.items()
+                }
         self.version = version
 
     def save(self, folder: Path) -> None:

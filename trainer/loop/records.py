@@ -45,7 +45,8 @@ class Trajectory:
     (start, stop) of each model turn. logprob_bits, versions: one entry per sampled token, in order:
     the int32 view of its fp32 logprob, and the weight version that drew it. reward: None until it
     is scored. head: per sampled token, ids and logprob bits of the likeliest tokens in its place,
-    where a loss asks for them (``heads.py``); else empty.
+    where a loss asks for them (``heads.py``); else empty. routes: per router's site, the experts
+    that each token went to, best first, where a loss asks for them (``routes.py``); else empty.
 
         Trajectory(id="3/0", group=3, prompt=Prompt(tokens=(1, 17)), tokens=(1, 17, 9),
                    sampled_mask=(False, False, True), turns=((2, 3),),
@@ -63,6 +64,9 @@ class Trajectory:
     temperature: float
     reward: float | None = None
     head: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] = ()
+    routes: Mapping[str, tuple[tuple[int, ...], ...]] = field(
+        default_factory=dict[str, tuple[tuple[int, ...], ...]]
+    )
 
     @property
     def responses(self) -> tuple[tuple[int, ...], ...]:

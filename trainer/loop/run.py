@@ -56,13 +56,14 @@ Sink = Callable[[UpdateFacts], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is trained, on what. ``model``, ``dtype``, ``model_seed``: for ``load_model``."""
+    """What is trained, on what. ``model``, ``dtype``, ``device``, ``model_seed``: for loading."""
 
     model: str
     plan: Plan
     task: Task
     config: TrainConfig
     dtype: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
     model_seed: int = 0
 
 
@@ -123,12 +124,24 @@ class _Run:
     def __init__(self, setup: Setup, folder: RunFolder, model: LoadedModel | None) -> None:
         self.setup, self.config, self.folder = setup, setup.config, folder
         config, loss = setup.config, loss_named(setup.config.loss)
-        if loss.needs_head and config.ranks > 1:
+        if (loss.needs_head or loss.needs_routes) and config.ranks > 1:
             raise CapabilityError(
-                f"loss {loss.name} works on the rollout's head of the vocabulary, which a learner "
-                "on several ranks does not compute; use ranks 1"
+                f"loss {loss.name} works on more than the rollout's tokens and logprobs, which a "
+                "learner on several ranks does not take; use ranks 1"
             )
-        base = model or load_model(setup.model, dtype=setup.dtype, seed=setup.model_seed)
+        if (loss.needs_head or loss.needs_routes) and config.rollout != "paged":
+            raise CapabilityError(
+                f"loss {loss.name} watches the rollout engine at work, which {config.rollout} does "
+                "not allow; use rollout paged"
+            )
+        if loss.needs_routes and config.partial == "recorded":
+            raise CapabilityError(
+                f"loss {loss.name} replays one choice per token, and a response that goes on under "
+                "a newer version can hold two; set `partial: forbidden`"
+            )
+        base = model or load_model(
+            setup.model, dtype=setup.dtype, device=setup.device, seed=setup.model_seed
+        )
         self.copies = {name: _copy(base) for name in ("auditor", "worker")}
         self.learner = self._learner(base, loss)
         self.auditor = Auditor(
@@ -154,6 +167,7 @@ class _Run:
         self.spec = WorkerSpec(
             model=setup.model,
             dtype=setup.dtype,
+            device=setup.device,
             model_seed=setup.model_seed,
             plan=setup.plan,
             task=setup.task,

@@ -49,7 +49,10 @@ def opened(prompt: Prompt, *, group: int, member: int, temperature: float) -> Tr
 def request_of(
     trajectory: Trajectory, *, seed: int = 0, max_new_tokens: int = 0, id: str | None = None
 ) -> Request:
-    """What an engine needs: to score it, or (``max_new_tokens``) to go on with it."""
+    """What an engine needs: to score it, or (``max_new_tokens``) to go on with it.
+
+    Scoring obeys recorded routes, where there are any.
+    """
     return Request(
         id=id or trajectory.id,
         tokens=trajectory.tokens,
@@ -61,6 +64,7 @@ def request_of(
             max_new_tokens=max_new_tokens,
             stop_ids=trajectory.prompt.stop_ids,
         ),
+        forced={} if max_new_tokens else trajectory.routes,
     )
 
 
@@ -215,4 +219,8 @@ def from_json(values: Mapping[str, Any]) -> Trajectory:
         temperature=values["temperature"],
         reward=values["reward"],
         head=tuple((tuple(ids), tuple(bits)) for ids, bits in values["head"]),
+        routes={
+            site: tuple(tuple(chosen) for chosen in choices)
+            for site, choices in values["routes"].items()
+        },
     )

@@ -1,4 +1,4 @@
-"""A rollout worker: a paged engine, a task, and the groups it is asked for.
+"""A rollout worker: an engine, a task, and the groups it is asked for.
 
     worker = RolloutWorker(WorkerSpec(...))
     result = worker.generate(groups=(12, 13), version=3)
@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -26,13 +26,14 @@ from ...kernels.errors import BudgetError, UsageError
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
 from ..engines.admission import max_length
-from ..engines.base import Publish
 from ..engines.paged import PagedEngine
+from ..engines.vllm.engine import VllmEngine
 from ..losses.catalogue import loss_named
 from .config import TrainConfig
 from .crossing import Crossing
 from .heads import HeadRecorder
 from .records import Task, Trajectory, TurnTask
+from .routes import RouteRecorder
 from .trajectories import admit, answered, extended, opened, request_of, seed_of
 from .versions import Versions
 
@@ -43,13 +44,14 @@ R = TypeVar("R")
 class WorkerSpec:
     """What it takes to build a worker anywhere: picklable, no tensors.
 
-    model, dtype, model_seed: for ``load_model``. versions: folder of published weights, which every
-    worker must be able to read. threads: torch's; None leaves them.
+    model, dtype, device, model_seed: for ``load_model``. versions: folder of published weights,
+    which every worker must be able to read. threads: torch's; None leaves them.
     """
 
     model: str
     dtype: Literal["float32", "bfloat16"]
     model_seed: int
+    device: str = "cpu"
     plan: Plan
     task: Task
     config: TrainConfig
@@ -75,17 +77,15 @@ class RolloutWorker:
             torch.set_num_threads(spec.threads)
         self.spec, self.config, self.task = spec, spec.config, spec.task
         self.versions = Versions(spec.versions)
-        self.model = model or load_model(spec.model, dtype=spec.dtype, seed=spec.model_seed)
-        self.engine = PagedEngine(self.model, spec.plan)
-        self.heads = (
-            HeadRecorder(
-                self.engine.instrument,
-                vocabulary=self.model.config.vocab_size,
-                temperature=spec.config.temperature,
-            )
-            if loss_named(spec.config.loss).needs_head
-            else None
+        self.model = model or load_model(
+            spec.model, dtype=spec.dtype, device=spec.device, seed=spec.model_seed
         )
+        self.engine = (
+            VllmEngine(self.model, spec.plan)
+            if spec.config.rollout == "vllm"
+            else PagedEngine(self.model, spec.plan)
+        )
+        self.recorder = self._recorder()
         self._install_seconds = 0.0
 
     def generate(self, groups: Sequence[int], version: int) -> Generated:
@@ -119,6 +119,19 @@ class RolloutWorker:
         """Take the plan off the model."""
         self.engine.close()
 
+    def _recorder(self) -> HeadRecorder | RouteRecorder | None:
+        """What the loss asks for beside tokens and logprobs."""
+        loss, instrument = loss_named(self.config.loss), self.engine.instrument
+        if loss.needs_routes:
+            return RouteRecorder(instrument.routings)
+        if loss.needs_head:
+            return HeadRecorder(
+                instrument,
+                vocabulary=self.model.config.vocab_size,
+                temperature=self.config.temperature,
+            )
+        return None
+
     def _install(self, version: int) -> None:
         ahead = self.config.partial == "recorded" and self.engine.version > version
         if version == self.engine.version or ahead:  # it saw a version before the claim did
@@ -145,11 +158,11 @@ class RolloutWorker:
             for each in running
         ]
         newer = self._newer if self.config.partial == "recorded" else None
-        run = self.engine.generate(requests, observer=self.heads, between=newer)
+        run = self.engine.generate(requests, observer=self.recorder, between=newer)
         grown = extended(running, run)
-        return grown if self.heads is None else [self.heads.added(each) for each in grown]
+        return grown if self.recorder is None else self.recorder.added(grown, run)
 
-    def _newer(self) -> Publish | None:
+    def _newer(self) -> Any:
         """The newest published version, staged, if it is newer than the installed one."""
         newest = self.versions.newest()
         if newest <= self.engine.version:

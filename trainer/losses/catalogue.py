@@ -10,6 +10,7 @@ from . import (
     gspo,
     masked,
     reinforce_zero,
+    routing_replay,
     score_centering,
     sequence_gate,
     stock_kernels,
@@ -41,6 +42,7 @@ LOSSES: dict[str, CoefficientLoss] = {
         score_centering.loss,
         gspo.loss,
         flash_reinforce.loss,
+        routing_replay.loss,
     )
 }
 

@@ -47,7 +47,8 @@ class CoefficientLoss:
 
     coefficient: from the batch and the learner's logprobs (fp32 [N], detached). needs_old: the
     batch must carry ``old``, the trainer's logprobs under the weights that sampled. needs_head: it
-    must carry ``head``. The value of the loss is −Σ s·A·c: no measure of progress (0 at c = 1).
+    must carry ``head``. needs_routes: the learner must obey the rollout's choices of experts. The
+    value of the loss is −Σ s·A·c: no measure of progress (0 at c = 1).
     """
 
     name: str
@@ -55,6 +56,7 @@ class CoefficientLoss:
     baseline: Callable[[Tensor, Tensor], Tensor] = group_mean
     needs_old: bool = False
     needs_head: bool = False
+    needs_routes: bool = False
 
     def advantages(self, rewards: Tensor, group: Tensor) -> Tensor:
         """fp32 [B] over the whole update."""

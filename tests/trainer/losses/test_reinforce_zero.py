@@ -166,6 +166,6 @@ def test_an_empty_batch_is_refused(logp: torch.Tensor):
 
 
 def test_names_are_unique_and_an_unknown_one_lists_them():
-    assert len(LOSSES) == 18
+    assert len(LOSSES) == 19
     with pytest.raises(UsageError, match="reinforce_zero, synchronous"):
         loss_named("ppo")

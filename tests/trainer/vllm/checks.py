@@ -150,6 +150,39 @@ def live_class(model: Any) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
 
+def trained(path: str, folder: str) -> dict[str, Any]:
+    """A recipe proven for vLLM, its claims repeated, and a short run whose rollouts are vLLM's."""
+    from pathlib import Path
+
+    from zeromismatch.agent_tools.align import Options, align
+    from zeromismatch.agent_tools.recipe_verify import verify_recipe
+    from zeromismatch.agent_tools.training import settings, start
+
+    model = load_model(path)
+    requests = default_requests(model, count=6, max_reply=12)
+    command = f"zm align {path} --rollout vllm --quick"
+    options = Options(out=Path(folder) / "align", command=command, rollout="vllm")
+    made = align(model, requests, options)
+    recipe = Path(folder) / "align" / "recipe"
+    verified = verify_recipe(recipe)
+    runs = {}
+    for name, more in (
+        ("deterministic", {"lag": 1}),
+        ("recorded", {"lag": 2, "mode": "free", "partial": "recorded", "max_new_tokens": 12}),
+    ):
+        given = {
+            "task": "even", "updates": 4, "groups": 2, "group_size": 2, "max_new_tokens": 4,
+            "rollout": "vllm", "learning_rate": 1e-3, "audit": 4,
+        }  # fmt: skip
+        config = settings(recipe, given | more, file=None, resume=None)
+        runs[name] = json.loads(start(config, Path(folder) / name).model_dump_json())
+    return {
+        "align": made.status, "reason": made.reason,
+        "claims": [claim.model_dump() for claim in made.claims],
+        "verified": verified.status, "why": verified.reason, "runs": runs,
+    }  # fmt: skip
+
+
 def inert(path: str) -> dict[str, Any]:
     """Without a recipe: vLLM's own classes and functions, bit for bit what they were."""
     model = load_model(path)
@@ -234,5 +267,7 @@ def refused(path: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
-    checks = {f.__name__: f for f in (aligned, continued, located, inert, adopted, refused)}
+    checks = {
+        f.__name__: f for f in (aligned, continued, trained, located, inert, adopted, refused)
+    }
     print(json.dumps(checks[name](*rest), default=str))
