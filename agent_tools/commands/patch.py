@@ -155,6 +155,8 @@ def draft(
     answer = _answer(report)
     place = bench.admission.run_folder()
     more = f"Run of the patch: {place}. Gates: {told.green} of {told.of} green."
+    if report.status == "waiting":
+        more += f" For a person: {bench.admission.tick_command()}"
     code = answer.exit_code or int(not told.passed)
     return Answer(document=report, text=[*answer.text, more], exit_code=code)
 

@@ -16,7 +16,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING
 
 from ...kernels.errors import InconclusiveError, ZeroMismatchError
 from ...kernels.files import replace_whole
@@ -91,12 +91,18 @@ class Admission:
         count = len(list(patches.glob("*"))) if patches.is_dir() else 0
         return patches / str(count + 1 if new or count == 0 else count)
 
-    def again(self, contracts: tuple[str, ...]) -> str:
+    def tick_command(self) -> str:
         """The command by which a person ticks what waits, and has the patch admitted."""
+        from ...model_recipes.schema import load_recipe
+        from ...model_recipes.ticks import unticked
+
+        folder = self.bench.folder / "recipe"
+        waiting = [own.contract for own in unticked(load_recipe(folder), folder)]
         words = ["zm", "patch", "apply", str(self.run_folder()), "--quick"]
         words += ["--gates", str(self.baseline / "gates.json")]
         words += ["--repro", str(self.baseline / "repro" / "repro.py")]
-        return shlex.join([*words, *(f"--reviewed={each}" for each in contracts)])
+        again = shlex.join([*words, *(f"--reviewed={each}" for each in waiting)])
+        return f"read {folder / 'kernels'}, then: {again}"
 
     def last_gates(self) -> "GateReport | None":
         """The gates of the last patch, as they came out on the patched tree."""
@@ -175,7 +181,7 @@ class Admission:
 
         return Recipe(
             name="as-the-framework-runs-it", model=model.identity, plan=stock_plan(),
-            dtype=cast(Literal["float32", "bfloat16"], self.bench.dtype),
+            dtype=self.bench.dtype,
             device=device_kind(model.device), not_covered=("Everything: nothing is aligned.",),
         )  # fmt: skip
 

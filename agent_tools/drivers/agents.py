@@ -79,7 +79,6 @@ def run_agent(
 ) -> AgentResult:  # fmt: skip
     """Drive the agent to its end: an admitted patch, one that waits for a tick, or none."""
     from ...model_recipes.schema import load_recipe
-    from ...model_recipes.ticks import unticked
     from ..patch import read_report
 
     bench.admission.progress = progress
@@ -95,8 +94,7 @@ def run_agent(
     run = bench.admission.run_folder() if done else None
     report = None if run is None else read_report(run)
     if status == "waiting" and report is not None:
-        waiting = tuple(own.contract for own in unticked(load_recipe(folder), folder))
-        reason += f"; read {folder}/kernels, then: {bench.admission.again(waiting)}"
+        reason += f"; {bench.admission.tick_command()}"
     return AgentResult(
         status=cast(Literal["pass", "waiting", "fail"], status),
         reason=reason,

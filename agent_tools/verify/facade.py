@@ -9,7 +9,7 @@ library and torch only, since workers import it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ PLAIN = (int, float, bool, str, type(None))
 
 class Part:
     """Stands in for a module, or for a list of modules or parameters."""
+
+    _items: tuple[Any, ...]
 
     def __init__(self, held: dict[str, Any], items: Sequence[Any]) -> None:
         self.__dict__.update(held)
@@ -92,7 +94,10 @@ def entries_for(
             ]
             output = run(which, *leaves)
             asked = [each for each in leaves if each.requires_grad]
-            found = torch.autograd.grad(output, asked, dy, allow_unused=True)
+            found = cast(
+                "Sequence[Tensor | None]",
+                torch.autograd.grad(output, asked, dy, allow_unused=True),
+            )
         return tuple(
             torch.zeros_like(leaf) if grad is None else grad.detach().clone()
             for leaf, grad in zip(asked, found, strict=True)

@@ -121,7 +121,10 @@ def gradients(op: str, full: Sequence[Any]) -> list[Tensor | None] | None:
     with torch.enable_grad():
         output = run(*own)
         outputs = output if isinstance(output, tuple) else (output,)
-        found = list(torch.autograd.grad(outputs, leaves, tuple(full[:ups]), allow_unused=True))
+        ends = tuple(full[:ups])
+        found: list[Tensor | None] = list(
+            torch.autograd.grad(outputs, leaves, ends, allow_unused=True)
+        )
     for back, start in enumerate(reversed(starts)):
         held = found[len(found) - 1 - back]
         if start is not None and held is not None:

@@ -12,7 +12,7 @@ the model; the model's code runs here, as its owner agreed by naming it.
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +87,11 @@ def own_operator(source: Source, contract_id: str, model: str | None) -> Subject
         with torch.enable_grad():
             leaves = [t.requires_grad_() if t.is_floating_point() else t for t in tensors]
             asked = [each for each in leaves if each.requires_grad]
-            found = torch.autograd.grad(run(which, *leaves), asked, upstream, allow_unused=True)
+            output = run(which, *leaves)
+            found = cast(
+                "Sequence[Tensor | None]",
+                torch.autograd.grad(output, asked, upstream, allow_unused=True),
+            )
         return [
             torch.zeros_like(leaf) if grad is None else grad
             for leaf, grad in zip(asked, found, strict=True)

@@ -99,7 +99,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 def judged(text: str, folder: Path, model: str | None, nursery: Nursery) -> Verification:
     file = folder / "mixed.py"
     file.write_text(text)
-    return verify_kernel(file, ID, model=model, quick=True, nursery=nursery, limits=nursery.limits)
+    limits = nursery.limits.model_copy(update={"wall_seconds": 240.0})
+    return verify_kernel(file, ID, model=model, quick=True, nursery=nursery, limits=limits)
 
 
 def test_an_honest_one_has_every_answer_and_waits_for_a_person(
