@@ -11,8 +11,8 @@ from setuptools import Extension, setup
 VARIANTS = ("avx512", "avx2", "portable")
 HEADERS = (
     "all", "simd", "gemm", "gemm_tiles", "head", "digest", "sampling", "rows", "moe",
-    "attention", "attention_blocks", "attention_backward", "recurrence", "convolution", "gates",
-    "gated_norm",
+    "attention", "attention_blocks", "attention_backward", "recurrence",
+    "recurrence_backward", "convolution", "gates", "gated_norm",
 )
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-ffp-contract=off", "-fno-math-errno"]
 

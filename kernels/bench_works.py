@@ -63,6 +63,8 @@ def _count(rows: int) -> str:
 
 def works() -> Iterator[Work]:
     """Every row of the table, in its order."""
+    from .bench_works_recurrent import works_recurrent  # it builds on this module
+
     for rows, floor in LINEAR_FLOORS.items():
         for k, n in SHAPES:
             yield _linear(rows, k, n, torch.float32, floor)
@@ -84,6 +86,7 @@ def works() -> Iterator[Work]:
         _attention(1, 1000, 1, torch.bfloat16, None),
     )
     yield from (_rmsnorm(64, torch.bfloat16), _silu_mul(64, torch.bfloat16))
+    yield from works_recurrent()
 
 
 def _linear(rows: int, k: int, n: int, dtype: torch.dtype, floor: float | None) -> Work:

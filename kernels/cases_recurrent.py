@@ -95,7 +95,7 @@ def recurrence(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator
     data, kind = _Data(contract, seed), _kind(contract)
     for step, shape in _shapes(quick):
         chunk = shape[0]
-        counts = [1, 3 * chunk + 1, 0, max(chunk - 1, 1), 2 * chunk, 1]
+        counts = [1, 3 * chunk + 1, 0, max(chunk - 1, 1), 2 * chunk + 2, 1]
         before = [0, 0, 5, chunk + 1, chunk, 3 * chunk - 1]
         label = f"chunks of {chunk}, heads {shape[1]} to {shape[2]}, {shape[3]} by {shape[4]}"
         yield Case(label=label, arguments=_paged(data, kind, shape, counts, before, step))
@@ -133,12 +133,12 @@ def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Ite
     data, kind = _Data(contract, seed), _kind(contract)
     for _, shape in _shapes(quick):
         chunk = shape[0]
-        counts = [2 * chunk + 1, 0, 1, chunk]
-        start = _int([sum(counts[:b]) for b in range(5)], data.device)
+        counts = [2 * chunk + 1, 0, 1, chunk, 3 * chunk + 2 if chunk == 16 else 0]
+        start = _int([sum(counts[:b]) for b in range(6)], data.device)
         rows = _inputs(data, kind, sum(counts), shape)
         k, u, g = (x.new_empty(0, chunk, *x.shape[1:]) for x in rows[1:4])
         ends = u.new_empty(0, shape[2], shape[3], shape[4])
-        table = torch.zeros(4, 0, dtype=torch.int32, device=data.device)
+        table = torch.zeros(5, 0, dtype=torch.int32, device=data.device)
         pages = (k, u, g, ends, start, start.diff(), table)
         _, u, states = definition.recurrence(*rows, *pages)
         d_o = data.rows(sum(counts), shape[2], shape[4], dtype=torch.float32, scale=0.1)
@@ -148,9 +148,9 @@ def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Ite
 
 def recurrence_stepwise(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data, kind = _Data(contract, seed), _kind(contract)
-    for _, shape in _shapes(quick):
-        counts = [1, 0, 19]
-        start = _int([0, 1, 1, 20], data.device)
+    for step, shape in _shapes(quick):
+        counts = [1, 0, 19 if step else 99]
+        start = _int([0, 1, 1, sum(counts)], data.device)
         state = data.rows(3, *shape[2:], dtype=torch.float32, scale=0.01)
         rows = _inputs(data, kind, sum(counts), shape)
         label = f"heads {shape[1]} to {shape[2]}, {shape[3]} by {shape[4]}"
@@ -163,16 +163,16 @@ CONVOLUTIONS = ((40, 4, 8), (17, 1, 3), (33, 3, 16), (160, 2, 5))  # D, W, C
 def convolution(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data = _Data(contract, seed)
     for step, (channels, width, chunk) in enumerate(CONVOLUTIONS):
-        counts = [1, 2 * chunk + 1, 0, 2, 1]
-        before = [0, 1, 5, chunk, 2 * chunk - 1]
-        pages, widest = 20, 4
+        counts = [1, 2 * chunk + 1, 0, 2, 1, 3 * chunk + 17]
+        before = [0, 1, 5, chunk, 2 * chunk - 1, 0]
+        pages, widest = 60, 10
         order = torch.randperm(pages, generator=torch.Generator().manual_seed(step))
-        table = order.to(torch.int32).view(5, widest).contiguous().to(data.device)
+        table = order.to(torch.int32).view(6, widest).contiguous().to(data.device)
         rows = data.rows(pages, chunk, channels)
         for request, positions in enumerate(before):
             for index in range(widest):
                 rows[int(table[request, index]), max(positions - index * chunk, 0) :] = float("nan")
-        start = _int([sum(counts[:b]) for b in range(6)], data.device)
+        start = _int([sum(counts[:b]) for b in range(7)], data.device)
         length = _int([a + b for a, b in zip(counts, before, strict=True)], data.device)
         bias = data.rows(1, channels)[0] if step % 2 == 0 else None
         arguments = (
@@ -185,11 +185,12 @@ def convolution(contract: Contract, quick: bool, seed: int, key: Key) -> Iterato
 def convolution_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data = _Data(contract, seed)
     for step, (channels, width, _) in enumerate(CONVOLUTIONS):
-        start = _int([0, 1, 1, 3, 20], data.device)
+        start = _int([0, 1, 1, 3, 20 if step else 110], data.device)
+        rows = int(start[-1])
         bias = data.rows(1, channels)[0] if step % 2 == 0 else None
         initial = data.rows(channels, width).float() if step % 2 else None
         arguments = (
-            data.rows(20, channels), data.rows(20, channels), data.rows(channels, width), bias,
+            data.rows(rows, channels), data.rows(rows, channels), data.rows(channels, width), bias,
             step % 3 != 1, start, initial, None,
         )  # fmt: skip
         yield Case(label=f"{channels} channels, {width} taps", arguments=arguments)

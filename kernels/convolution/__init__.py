@@ -8,7 +8,8 @@ before. Taps are added in one order, oldest first, so every cut of a request giv
 page keeps its rows as they came, in the model's dtype. The sum is rounded, then its silu, as the
 two steps of transformers' code. The gradient of the weight is one chain over rows in the order of
 the call. ``kernels/reference/convolution.py`` is the definition;
-``pytest tests/kernels/convolution`` exercises it.
+``pytest tests/kernels/convolution`` exercises it. CUDA tensors go to :mod:`.gpu`, without a
+gradient yet.
 
 Legend: T rows, B requests, P pages, C rows per chunk, D channels, W taps (at most 4).
 """
@@ -22,8 +23,8 @@ from torch import Tensor
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
-from ..recurrence.pages import Filled, RowBatch, packed_start
-from . import cpu
+from ..recurrence.pages import Filled, RowBatch, packed_rows, packed_start
+from . import cpu, gpu
 
 __all__ = [
     "ConvolutionCache", "new_convolution_cache", "packed_convolution", "paged_convolution",
@@ -83,11 +84,15 @@ def paged_convolution(
             f"rows {x.dtype} [T, {x.shape[1]}] do not fit a cache of {cache.rows.dtype} "
             f"[P, C, {cache.rows.shape[2]}]; make the cache for this layer"
         )
+    x, weight = x.contiguous(), weight.contiguous()
+    if x.is_cuda:
+        gpu.check(x, weight, bias)
+        index = (batch.query_start, batch.length, batch.table, batch.slot)
+        return gpu.step_op(x, weight, bias, silu, cache.rows, *index)
     cache.filled.admit(batch)
-    x = x.contiguous()
     run = choose(covering(cpu.CONTRACTS, x).id).run
     index = (batch.query_start, batch.length, batch.table)
-    y = run(x, weight.contiguous(), bias, silu, cache.rows, *index)
+    y = run(x, weight, bias, silu, cache.rows, *index)
     cache.rows.flatten(0, 1)[batch.slot] = x
     cache.filled.note(batch)
     return y
@@ -103,11 +108,19 @@ def packed_convolution(
     """``y [T, D]`` of whole requests back to back; differentiable in x, weight and bias."""
     silu = _check(x, weight, bias, activation)
     start = packed_start(query_start, len(x))
+    if x.is_cuda:
+        batch = packed_rows(start, MAX_TAPS)
+        pages = int(batch.table.max()) + 1 if batch.table.numel() else 0
+        cache = new_convolution_cache(
+            pages, MAX_TAPS, x.shape[1], dtype=x.dtype, device=x.device
+        )
+        return paged_convolution(x, weight, bias, activation, cache, batch)
     return cpu.PACKED(x, weight, bias, silu, start)
 
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> bool:
-    covering(cpu.CONTRACTS, x)
+    if not x.is_cuda:
+        covering(cpu.CONTRACTS, x)
     fits = x.dim() == 2 and weight.dim() == 2 and len(weight) == x.shape[1]
     alike = all(each is None or each.dtype == x.dtype for each in (weight, bias))
     if not fits or not alike or not 1 <= weight.shape[1] <= MAX_TAPS:

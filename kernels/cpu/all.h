@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "attention_backward.h"
 #include "recurrence.h"
+#include "recurrence_backward.h"
 #include "convolution.h"
 #include "gates.h"
 #include "gated_norm.h"

@@ -18,7 +18,9 @@ simple reference, reads and writes K V numbers for every token; it has other bit
 
 All arithmetic is fp32; bf16 rows are widened exactly. ``kernels/reference/recurrence.py`` is the
 definition, :mod:`.pages` says which rows lie where; ``pytest tests/kernels/recurrence`` exercises
-them. Convolutions, gates and norms of these layers are other operators.
+them. CUDA tensors go to :mod:`.gpu`, whose contract has the same properties and other bits; there
+pages are trusted, nothing waits for the host, and there is no gradient yet. Convolutions, gates and
+norms of these layers are other operators.
 
 Legend: T rows, B requests, P pages, C rows per chunk, HK and HV key and value heads, K, V sizes.
 """
@@ -32,8 +34,8 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import choose
 from ..errors import ContractError, NonFiniteError
-from . import cpu
-from .pages import Filled, RowBatch, full_pages, packed_start
+from . import cpu, gpu
+from .pages import Filled, RowBatch, full_pages, packed_rows, packed_start
 
 __all__ = [
     "Kind",
@@ -116,8 +118,12 @@ def paged_recurrence(
     """
     rows = _rows(kind, q, k, v, g, beta)
     _fits(rows, cache)
-    cache.filled.admit(batch)
     parts = (cache.k, cache.u, cache.decay, cache.end)
+    if cache.k.is_cuda:
+        gpu.check(*rows)
+        index = (batch.query_start, batch.length, batch.table, batch.slot)
+        return gpu.step_op(kind, *rows, *parts, *index)
+    cache.filled.admit(batch)
     run = choose(cpu.CONTRACTS[kind].id).run
     o, u, ends = run(*rows, *parts, batch.query_start, batch.length, batch.table)
     _finite(o, batch.query_start)
@@ -148,6 +154,15 @@ def packed_recurrence(
     _check_chunk(chunk)
     rows = _rows(kind, q, k, v, g, beta)
     start = packed_start(query_start, len(rows[0]))
+    if rows[0].is_cuda:
+        gpu.check(*rows)
+        batch = packed_rows(start, chunk)
+        sizes = (rows[1].shape[1], rows[2].shape[1], rows[1].shape[2], rows[2].shape[2])
+        cache = new_recurrence_cache(
+            int(batch.table.max()) + 1 if batch.table.numel() else 0, chunk, *sizes,
+            per_channel=kind == "kda", device=rows[0].device,
+        )  # fmt: skip
+        return paged_recurrence(kind, *rows, cache, batch)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in rows):
         o = cast(Tensor, _Packed.apply(kind, *rows, start, chunk))
     else:
@@ -214,7 +229,7 @@ def _rows(
             f"{'None' if kind == 'ssd' else '[T, HV]'}, not {shapes}; check which layer these "
             "belong to"
         )
-    if bool((g > 0).any()):
+    if not g.is_cuda and bool((g > 0).any()):
         raise ContractError(
             f"a log decay is {float(g.max())}, so the state would grow; pass -exp(A_log) softplus()"
         )

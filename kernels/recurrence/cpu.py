@@ -8,7 +8,6 @@ from torch import Tensor
 from ..contract import Contract
 from ..cpu.load import core
 from ..cpu.register import register_core
-from ..reference.recurrence_grad import recurrence_grad
 
 _FORMULAS = {
     "ssd": "o_i = exp(D_i,-1) q_i S + sum_(j<=i) exp(D_ij) (q_i . k_j) v_j",
@@ -71,11 +70,28 @@ def _stepwise(
     return o, end
 
 
-def _plain(function: Any) -> Any:
-    def run(variant: str, *arguments: Any) -> Any:
-        return function(*arguments)
-
-    return run
+def _gradient(
+    variant: str,
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    u: Tensor,
+    ends: Tensor,
+    query_start: Tensor,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """See the reference."""
+    dq, dk, dv, dg = (torch.empty_like(each) for each in (q, k, v, g))
+    dbeta = None if beta is None else torch.empty_like(beta)
+    core(variant).call(
+        "recurrence_grad", d_o, q, k, v, g, beta, u, ends, query_start, dq, dk, dv, dg, dbeta,
+        query_start.numel() - 1, chunk, k.shape[1], v.shape[1], k.shape[2], v.shape[2],
+        g.dim() == 3, torch.get_num_threads(),
+    )  # fmt: skip
+    return dq, dk, dv, dg, dbeta
 
 
 def _register(kind: str) -> tuple[Contract, Contract, Contract]:
@@ -91,7 +107,7 @@ def _register(kind: str) -> tuple[Contract, Contract, Contract]:
         **_FIELDS,
     )
     gradient = register_core(
-        _plain(recurrence_grad),
+        _gradient,
         name=f"recurrence_grad.{kind}",
         op="recurrence_grad",
         formula=f"the gradient of recurrence.{kind} over whole requests, from boundary states",

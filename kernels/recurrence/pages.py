@@ -162,6 +162,18 @@ def full_pages(batch: RowBatch, chunk: int) -> list[int]:
     return [each.page for each in spans(batch, chunk) if each.last == chunk]
 
 
+def packed_rows(start: Tensor, chunk: int) -> RowBatch:
+    """Whole requests back to back, each on pages of its own; int32 ``start [B + 1]``."""
+    length = start.diff()
+    pages = (length + chunk - 1) // chunk
+    first = pages.cumsum(0) - pages
+    widest = int(pages.max()) if pages.numel() else 0
+    table = first[:, None] + torch.arange(widest, device=start.device)
+    offset = torch.repeat_interleave(first * chunk - start[:-1], length.long())
+    slot = torch.arange(len(offset), device=start.device) + offset
+    return RowBatch(start, length, table.to(torch.int32).contiguous(), slot.to(torch.int64))
+
+
 def packed_start(query_start: Tensor, rows: int) -> Tensor:
     """int32 ``query_start [B + 1]`` of whole requests; ContractError where it does not fit."""
     start = query_start.to(torch.int32).contiguous()

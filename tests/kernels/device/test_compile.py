@@ -19,6 +19,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from zeromismatch.kernels.attention import gpu as attention  # noqa: E402
 from zeromismatch.kernels.attention import gpu_launch as launch  # noqa: E402
+from zeromismatch.kernels.convolution import gpu as convolution  # noqa: E402
 from zeromismatch.kernels.embedding import gpu as embedding  # noqa: E402
 from zeromismatch.kernels.gated import gpu as gated  # noqa: E402
 from zeromismatch.kernels.gpu import device, digest  # noqa: E402
@@ -27,6 +28,8 @@ from zeromismatch.kernels.linear.gpu_table import FP32, FP32_SMALL, LARGE, REFER
 from zeromismatch.kernels.logprob import gpu as logprob  # noqa: E402
 from zeromismatch.kernels.moe import gpu as moe  # noqa: E402
 from zeromismatch.kernels.moe import gpu_launch as moe_launch  # noqa: E402
+from zeromismatch.kernels.recurrence import gpu as recurrence  # noqa: E402
+from zeromismatch.kernels.recurrence.pages import packed_rows  # noqa: E402
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm  # noqa: E402
 from zeromismatch.kernels.rotary import gpu as rotary  # noqa: E402
 
@@ -162,6 +165,25 @@ def experts(dtype=BF16):
     moe_launch.combine_grad(torch.zeros(5, 96, dtype=dtype), y, weights)
 
 
+def recurrences(whole, chunk=64, key=128, value=128):
+    """Qwen3-Next's and Kimi-Linear's head sizes, and Nemotron-H's; or one of them."""
+    batch = packed_rows(torch.tensor([0, 5], dtype=torch.int32), chunk)
+    index = (batch.query_start, batch.length, batch.table, batch.slot)
+    rows, beta = torch.zeros(5, 2, key), torch.zeros(5, 2)
+    kinds = ("ssd", value // 2), ("gated_delta", value), ("kda", value)
+    for kind, width in kinds if whole else kinds[-1:]:
+        v = torch.zeros(5, 2, width)
+        g = rows if kind == "kda" else beta
+        stores = [x.new_zeros(2, chunk, *x.shape[1:]) for x in (rows, v, g)]
+        end = torch.zeros(2, 2, key, width)
+        strength = None if kind == "ssd" else beta
+        recurrence.launch(rows, rows.clone(), v, g.clone(), strength, *stores, end, *index)
+    for dtype in (torch.float32, BF16):
+        x, pages = torch.zeros(5, 700, dtype=dtype), torch.zeros(2, chunk, 700, dtype=dtype)
+        weight = torch.zeros(700, 4, dtype=dtype)
+        convolution.launch(x, weight, weight[:, 0].contiguous(), True, pages, *index)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_every_kernel_compiles(monkeypatch, target):
@@ -173,6 +195,7 @@ def test_every_kernel_compiles(monkeypatch, target):
         products(whole=target == "sm_90")
         row_operators()
         experts()
+        recurrences(whole=target == "sm_90")
         attentions(80, 100, 30.0)
     assert len(compiled) >= 20
     if target == "sm_90":
@@ -187,6 +210,9 @@ def test_every_kernel_compiles(monkeypatch, target):
         assert "wgmma" in instructions["attention_walk_kernel"]
         assert not re.search(r"tf32", instructions["gemm_pointer_kernel"])
         assert "fma.rn.f32" not in instructions["rotary_kernel"]
+        walk = compiled["recurrence_walk_kernel"]
+        assert all(not re.search(r"\.local", kernel.asm["ptx"]) for kernel in walk)
+        assert "ex2.approx" in instructions["recurrence_weights_kernel"]
 
 
 @pytest.mark.slow

@@ -35,3 +35,8 @@ def test_kernels_compute_their_formulas_under_the_interpreter():
 @pytest.mark.slow
 def test_experts_compute_their_formulas_under_the_interpreter():
     assert interpreted("interpreted_experts.py") == ["experts ok"]
+
+
+@pytest.mark.slow
+def test_recurrences_compute_their_formulas_under_the_interpreter():
+    assert interpreted("interpreted_recurrent.py") == ["recurrences ok"]

@@ -1,0 +1,121 @@
+"""The causal convolution on the GPU: contracts, launch, and the operator that steps a cache.
+
+Contract ``convolution.taps.<dtype>.sm90.v1``: the CPU contract's order (one FMA chain, oldest tap
+first, rounded, then silu) with exp2. A row's work depends on its own rows alone; negative slots
+are padding. Compiled and interpreted in tests; not proved or timed on a GPU yet. Left out: a
+gradient. Legend: as in :mod:`.gpu_kernels`.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import choose
+from ..errors import CapabilityError
+from ..gpu.device import aligned, programs, require
+from ..gpu.register import register_gpu, serving
+
+_COLUMNS = 512
+
+
+def launch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    pages: Tensor,
+    query_start: Tensor,
+    length: Tensor,
+    table: Tensor,
+    slot: Tensor,
+    *,
+    columns: int = _COLUMNS,
+) -> Tensor:
+    """``y [T, D]``; the pages take the rows. slot int64 [T]."""
+    gpu_kernels = programs(__package__, "gpu_kernels")
+
+    x, weight = aligned(x), aligned(weight)
+    (tokens, channels), y = x.shape, torch.empty_like(x)
+    if not tokens:
+        return y
+    row = torch.arange(tokens, device=x.device, dtype=torch.int32)
+    owner = torch.searchsorted(query_start, row, right=True, out_int32=True) - 1
+    gpu_kernels.convolution_kernel[(tokens, -(-channels // columns))](
+        x, weight, x if bias is None else bias, pages, slot, owner, query_start, length, table, y,
+        table.shape[1], channels, pages.shape[1], W=weight.shape[1], HAS_BIAS=bias is not None,
+        SILU=silu, BD=columns, enable_fp_fusion=False,
+    )  # fmt: skip
+    return y
+
+
+def functional(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    pages: Tensor,
+    query_start: Tensor,
+    length: Tensor,
+    table: Tensor,
+    **shape: int,
+) -> Tensor:
+    """``y`` as the CPU's contract gives it, from a copy of the pages: to be proved."""
+    chunk, slots = pages.shape[1], []
+    for b, positions in enumerate(length.tolist()):
+        rows = int(query_start[b + 1]) - int(query_start[b])
+        slots += [
+            int(table[b, p // chunk]) * chunk + p % chunk
+            for p in range(positions - rows, positions)
+        ]
+    slot = torch.tensor(slots, dtype=torch.int64, device=x.device)
+    index = (query_start, length, table, slot)
+    return launch(x, weight, bias, silu, pages.clone(), *index, **shape)
+
+
+reference = partial(functional, columns=64)
+
+CONTRACTS = register_gpu(
+    {"triton": functional},
+    name="convolution.taps",
+    op="convolution",
+    formula="y_t = act(bias + sum over taps w_i x_(t-W+1+i)), zeros before a request",
+    order="one FMA chain per element from the bias or 0, oldest tap first",
+    rounding="operands widened exactly, the sum rounded, then its silu",
+    functions="fma, ex2.approx, div.rn",
+    reference="zeromismatch.kernels.convolution.gpu:reference",
+)
+
+
+@torch.library.custom_op("zeromismatch::convolution_step", mutates_args=("pages",))
+def step_op(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    silu: bool,
+    pages: Tensor,
+    query_start: Tensor,
+    length: Tensor,
+    table: Tensor,
+    slot: Tensor,
+) -> Tensor:
+    """``y [T, D]``."""
+    choose(serving(CONTRACTS, "convolution", x.dtype))  # proved, or refused, before the first step
+    return launch(x, weight, bias, silu, pages, query_start, length, table, slot)
+
+
+@step_op.register_fake
+def _(x: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(x)
+
+
+def check(*tensors: Tensor | None) -> None:
+    """CUDA tensors of one device on a GPU with proved contracts, none of which asks for a gradient.
+    """
+    require("convolution", *tensors)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise CapabilityError(
+            "convolutions have no gradient on the GPU yet; train on the CPU, or wrap the forward "
+            "in torch.no_grad()"
+        )

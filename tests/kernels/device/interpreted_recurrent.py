@@ -1,0 +1,67 @@
+"""Run by ``test_interpreter.py`` under TRITON_INTERPRET=1: recurrences and their convolution.
+
+``interpreted.py`` does the rest. Against the CPU's references, on the certification cases; each is
+also cut at another place, which may not change a bit here either.
+"""
+
+import interpreted  # sets the interpreter up
+import torch
+
+from zeromismatch.kernels import bits, cases_recurrent
+from zeromismatch.kernels.contract import get_contract
+from zeromismatch.kernels.convolution import gpu as convolution
+from zeromismatch.kernels.recurrence import gpu
+from zeromismatch.kernels.reference import convolution as convolution_reference
+from zeromismatch.kernels.reference import recurrence as reference
+
+near = interpreted.near
+
+
+def case(kind: str, counts: list[int], before: list[int]):
+    data = cases_recurrent._Data(get_contract(f"recurrence.{kind}.float32.cpu.v1"), 1)
+    return cases_recurrent._paged(data, kind, (4, 1, 2, 5, 17), counts, before, 0)
+
+
+def recurrences() -> None:
+    for kind in ("ssd", "gated_delta", "kda"):
+        arguments = case(kind, [1, 6, 0, 4], [0, 3, 2, 8])
+        mine, true = gpu.functional(*arguments), reference.recurrence(*arguments)
+        for a, b in zip(mine, true, strict=True):
+            near(a, b, 1e-5)
+        for a, b in zip(mine, gpu.reference(*arguments), strict=True):
+            assert bits.equal(a, b)
+        rows, (length, table) = arguments[:5], arguments[10:]  # request 1 again, without company
+        one = [None if x is None else x[1:7] for x in rows]
+        alone = gpu.functional(
+            *one, *arguments[5:9], torch.tensor([0, 6], dtype=torch.int32), length[1:2], table[1:2]
+        )
+        assert bits.equal(alone[0], mine[0][1:7].contiguous())
+
+
+def convolutions() -> None:
+    contract = get_contract("convolution.taps.float32.cpu.v1")
+    for one in cases_recurrent.convolution(contract, True, 1, ()):
+        x, weight, bias, silu, pages, start, length, table = one.arguments
+        keep = int(start[4])  # the long last request would only take time
+        cut = (x[:keep], weight, bias, silu, pages, start[:5], length[:4], table[:4])
+        near(convolution.functional(*cut), convolution_reference.convolution(*cut), 1e-6)
+
+
+def steps() -> None:
+    """Row by row in place, as decode does it, against the whole at once."""
+    for kind in ("gated_delta", "kda"):
+        arguments = case(kind, [9], [0])
+        whole, rows, table = gpu.functional(*arguments), arguments[:5], arguments[11]
+        stores = [torch.full_like(each, float("nan")) for each in arguments[5:9]]
+        for t in range(9):
+            slot = torch.tensor([int(table[0, t // 4]) * 4 + t % 4])
+            index = (torch.tensor([0, 1], dtype=torch.int32), torch.tensor([t + 1]).int(), table)
+            row = [None if x is None else x[t : t + 1] for x in rows]
+            out = gpu.launch(*row, *stores, *index, slot)
+            assert bits.equal(out, whole[0][t : t + 1].contiguous()), (kind, t)
+
+
+recurrences()
+convolutions()
+steps()
+print("recurrences ok")
