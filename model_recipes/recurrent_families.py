@@ -248,11 +248,15 @@ class Mamba2(_Shared):
         low, high = own.time_step_limit
 
         def stock_step(context: RecurrentContext, rows: Mapping[str, Tensor]) -> Tensor:
-            """transformers clamps chunks and forgets to for decode rows."""
+            """transformers clamps chunks and forgets to for decode rows, where it computes each
+            head's step once per column: another place in a vector, other bits."""
 
             def step(given: Rows, _: Tensor | None, decode: bool) -> tuple[Tensor, None]:
-                dt = F.softplus(given[0] + own.dt_bias.to(given[0].dtype))
-                return (dt if decode else dt.clamp(low, high)), None
+                dt, bias = given[0], own.dt_bias.to(given[0].dtype)
+                if not decode:
+                    return F.softplus(dt + bias).clamp(low, high), None
+                columns = dt[..., None].expand(*dt.shape, own.head_dim) + bias[:, None]
+                return F.softplus(columns)[..., 0], None
 
             return context.carry(self.layer, "time_step", (rows["dt"],), step)
 
@@ -304,10 +308,8 @@ class Mamba2(_Shared):
                 state = cast(Tensor, state).clone()
                 a = -torch.exp(own.A_log.float())[:, None, None]
                 sizes = (*x.shape[2:], b.shape[-1])
-                y = stepped(
-                    state, x[:, 0], dt[:, 0, :, None].expand(*x[:, 0].shape), a.expand(sizes),
-                    b[:, 0], c[:, 0],
-                )  # fmt: skip
+                columns = dt[:, 0, :, None].expand(*x[:, 0].shape).contiguous()
+                y = stepped(state, x[:, 0], columns, a.expand(sizes), b[:, 0], c[:, 0])
                 return y[:, None], state
             # Products with dt = 1 are exact: v and g were multiplied before.
             return chunked(

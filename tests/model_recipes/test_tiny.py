@@ -12,7 +12,8 @@ from zeromismatch.model_recipes.models import load_model
 SPECS = ("tiny:llama", "tiny:llama+untied", "tiny:llama+attention_bias+mlp_bias", "tiny:qwen2",
          "tiny:qwen3", "tiny:mistral", "tiny:gemma3_text", "tiny:gemma3_text+softcap",
          "tiny:gemma2", "tiny:granite", "tiny:llama+yarn", "tiny:llama+llama3",
-         "tiny:gpt_oss+dense")  # fmt: skip
+         "tiny:gpt_oss+dense", "tiny:qwen3_next", "tiny:nemotron_h",
+         "tiny:kimi_linear")  # fmt: skip
 
 
 @pytest.mark.parametrize("spec", SPECS)
