@@ -121,6 +121,8 @@ class RolloutWorker:
 
     def _recorder(self) -> HeadRecorder | RouteRecorder | None:
         """What the loss asks for beside tokens and logprobs."""
+        if not isinstance(self.engine, PagedEngine):  # the run refused losses that ask for more
+            return None
         loss, instrument = loss_named(self.config.loss), self.engine.instrument
         if loss.needs_routes:
             return RouteRecorder(instrument.routings)
