@@ -28,7 +28,7 @@ def stock_kimi(a, a_log, dt_bias):
 
 
 def stock_time_step(dt, dt_bias):
-    return functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(0.001, 2.0)
+    return functional.softplus(dt + dt_bias.to(dt.dtype)).clamp(0.001, 3.3)
 
 
 def stock_discretised(x, dt, a_log):
@@ -55,7 +55,7 @@ OPERATORS = {  # name: (ours, transformers', tensors, how many of them are param
          drawn(HEADS * COLUMNS, seed=2)], 2,
     ),
     "time_step": (
-        lambda dt, b: gates.time_step(dt, b, low=0.001, high=2.0), stock_time_step,
+        lambda dt, b: gates.time_step(dt, b, low=0.001, high=3.3), stock_time_step,
         [drawn(ROWS, HEADS, scale=6.0), drawn(HEADS, seed=1)], 1,
     ),
     "discretised": (
@@ -76,7 +76,7 @@ def several(result):
 
 def run(function, tensors, dtype):
     """Outputs, and gradients of a fixed sum of them."""
-    leaves = [each.to(dtype).requires_grad_() for each in tensors]
+    leaves = [each.to(dtype, copy=True).requires_grad_() for each in tensors]
     out = several(function(*leaves))
     up = [drawn(*each.shape, seed=9 + at).to(each.dtype) for at, each in enumerate(out)]
     return [each.detach() for each in out], torch.autograd.grad(out, leaves, up)

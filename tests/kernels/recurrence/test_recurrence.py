@@ -80,8 +80,9 @@ def test_mixed_batches_with_preemption_give_the_bits_of_the_packed_forward(kit, 
         engine.step([
             (each, min(chance.choice((1, 1, 2, 5, 9)), each.length - each.done)) for each in going
         ])  # fmt: skip
-        victim = chance.choice(requests)
-        if victim.done < victim.length and victim.done % CHUNK and chance.random() < 0.4:
+        inside = [each for each in requests if each.done < each.length and each.done % CHUNK]
+        if inside and chance.random() < 0.4:
+            victim = chance.choice(inside)
             engine.drop(victim, keep=victim.done // CHUNK)  # what was sampled is computed again
             dropped += 1
     assert dropped >= 2
