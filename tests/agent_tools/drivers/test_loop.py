@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from zeromismatch.agent_tools.drivers.budgets import Budgets, Price
-from zeromismatch.agent_tools.drivers.loop import EXITS, Job, Outcome, drive
+from zeromismatch.agent_tools.drivers.loop import EXITS, Job, Judgement, Outcome, drive
 from zeromismatch.agent_tools.drivers.resume import replay
 from zeromismatch.agent_tools.drivers.toolbox import connected
 from zeromismatch.agent_tools.drivers.transcript import FILE, read_transcript
@@ -259,6 +259,18 @@ def test_secrets_never_reach_the_transcript(
 
 
 def test_every_end_is_documented():
-    reasons = {"passed", "stopped-early", "no-progress", "cancelled", "tools-lost"}
+    reasons = {"passed", "needs-tick", "stopped-early", "no-progress", "cancelled", "tools-lost"}
     assert reasons <= set(EXITS)
-    assert {code for code, _ in EXITS.values()} == {0, 1, 4, 5, 130}
+    assert {code for code, _ in EXITS.values()} == {0, 1, 3, 4, 5, 130}
+
+
+@both
+def test_what_waits_for_a_tick_alone_ends_the_run_at_once(
+    sdk: str, make_provider: MakeProvider, bench: Bench, tmp_path: Path
+):
+    waiting = Judgement(passed=False, reason="r", waits="x.y.float32.cpu.v1 is not ticked")
+    bench.judge = lambda: waiting  # type: ignore[method-assign]
+    found = run(make_provider(sdk, [FIX, DONE]), bench, tmp_path / "run")
+    assert (found.reason, found.exit_code, found.turns) == ("needs-tick", 3, 2)
+    assert "is not ticked" in found.detail
+    assert replay(tmp_path / "run") == found
