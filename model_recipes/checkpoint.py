@@ -16,7 +16,7 @@ import re
 import struct
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -88,12 +88,25 @@ def read_config(folder: Path) -> Any:
             "*ForCausalLM one"
         )
     try:
-        return config_class.from_dict(fields)
+        return config_class.from_dict(_with_floats(fields))
     except (StrictDataclassError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())
         raise CheckpointError(
             f"{where} does not make a {model_type} config: {reason}; correct it"
         ) from error
+
+
+def _with_floats(value: Any) -> Any:
+    """transformers writes infinities and NaN as ``{"__float__": "Infinity"}`` and reads them back
+    only from files (Nemotron-H's time_step_limit has one)."""
+    if isinstance(value, dict):
+        entries = cast("dict[str, Any]", value)
+        if entries.keys() == {"__float__"}:
+            return float(entries["__float__"])
+        return {key: _with_floats(each) for key, each in entries.items()}
+    if isinstance(value, list):
+        return [_with_floats(each) for each in cast("list[Any]", value)]
+    return value
 
 
 def safetensors_header(path: Path) -> dict[str, Any]:
