@@ -6,6 +6,6 @@ from pathlib import Path
 from .table import table
 
 if __name__ == "__main__":
-    text, right = table(Path(sys.argv[1]))
+    text, right = table(Path(sys.argv[1]), timed="--kept" not in sys.argv)
     sys.stdout.write(text)
     raise SystemExit(0 if right else 1)

@@ -86,6 +86,11 @@ def run_alone(folder: Path) -> Alone:
         exit_code=done.returncode,
         seconds=seconds,
         cpu_seconds=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        bytes=sum(file.stat().st_size for file in folder.iterdir()),
+        bytes=size_of(folder),
         said=(done.stdout or done.stderr).strip(),
     )
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of a repro's files."""
+    return sum(file.stat().st_size for file in folder.iterdir())

@@ -3,7 +3,8 @@
     python -m zeromismatch.agent_tools.faults runs/faults > benchmarks/faults.md    # a quarter hour
 
 The folder keeps what was named and the repros; what is there already is not made again, so that a
-second call only runs the repros alone and takes their time, on an idle machine.
+second call only runs the repros alone and takes their time, on an idle machine; ``--kept`` not even
+that.
 Every entry of the field reports that the project keeps is a row: planted here as a switch, or held
 elsewhere with the reason and the test. The exit code is 1 when a fault is not named as the
 catalogue says, something is named without it, or its repro does not show it in time.
@@ -17,13 +18,13 @@ from pathlib import Path
 from ...model_recipes.models import LoadedModel, load_model
 from ..records import Record
 from ..report import write_whole
-from .alone import Alone, Kind, run_alone, write_repro_of
+from .alone import MAX_BYTES, Alone, Kind, run_alone, size_of, write_repro_of
 from .catalogue import FAULTS, Fault
 from .checking import Caught, check
 
 TEST = "tests/agent_tools/faults/test_faults.py"
 COLUMNS = ("id", "fault", "report", "must be named", "operator", "with it", "without it",
-           "its repro alone", "test")  # fmt: skip
+           "its repro", "test")  # fmt: skip
 
 HEADER = f"""# Planted faults
 
@@ -31,10 +32,9 @@ Written by `python -m zeromismatch.agent_tools.faults runs/faults` on a tiny Lla
 this field met, replayed in our own rollout engine as a switch (`agent_tools/faults/`). *With it* is
 what the tool named while the fault was planted, *without it* what the same check named after the
 switch was off. `{TEST}` repeats every row and checks this file.
-*Its repro alone* is the file that `zm repro` writes for it, run as a process of its own with one
-thread, imports included: what it runs (one call of an operator, or both engines on few tokens),
-seconds on the clock, seconds of processor time, and the bytes of its folder. It ended with exit
-code 1, a mismatch, in every row.
+*Its repro* is the file that `zm repro` writes for it: what it runs (one call of an operator, or
+both engines on few tokens) and the bytes of its folder. Times below the table are of one process
+each, with one thread, imports included; each ended with exit code 1, a mismatch.
 """
 
 
@@ -125,10 +125,26 @@ def row(fault: Fault, planted: Caught, clean: Caught, repro: str) -> tuple[str, 
     return (*fixed_cells(fault), red, green, repro, f"`{TEST}[{fault.id}]`")
 
 
-def repro_cell(kind: Kind, alone: Alone) -> str:
-    """What a repro runs and what that took."""
-    cost = f"{kind}, {alone.seconds:.1f} s, {alone.cpu_seconds:.1f} s, {alone.bytes:,} B"
-    return cost if alone.within else f"NOT shown in time: {cost}, exit code {alone.exit_code}"
+def repro_cell(kind: Kind, folder: Path) -> str:
+    """What a repro runs and how large it is."""
+    size = size_of(folder)
+    return f"{kind}, {size:,} B" + (" (TOO LARGE)" if size >= MAX_BYTES else "")
+
+
+def timing(times: Mapping[str, tuple[Kind, Alone]]) -> Iterator[str]:
+    """A line per kind of repro: how long the slowest took, and what did not show its fault."""
+    for kind in ("operator", "engines"):
+        chosen = {name: alone for name, (own, alone) in times.items() if own == kind}
+        slowest = max(chosen, key=lambda name: chosen[name].seconds)
+        seconds = sorted(alone.seconds for alone in chosen.values())
+        yield (
+            f"{len(chosen)} repros of kind *{kind}*: median {seconds[len(seconds) // 2]:.1f} s, "
+            f"slowest {slowest} with {seconds[-1]:.1f} s ({chosen[slowest].cpu_seconds:.1f} s of "
+            "processor time)."
+        )
+    for name, (_, alone) in times.items():
+        if not alone.within:
+            yield f"{name} NOT shown in time: exit code {alone.exit_code}, {alone.seconds:.1f} s."
 
 
 def line(cells: tuple[str, ...]) -> str:
@@ -174,13 +190,19 @@ def tiny() -> LoadedModel:
     return load_model("tiny:llama")
 
 
-def table(folder: Path) -> tuple[str, bool]:
-    """The whole file, and whether every row is as it should be."""
+def table(folder: Path, *, timed: bool = True) -> tuple[str, bool]:
+    """The whole file, and whether every row is as it should be. timed: run the repros as well."""
     lines, right = [HEADER, line(COLUMNS), line(("---",) * len(COLUMNS))], True
     found = {name: tried(fault, folder / name) for name, fault in FAULTS.items()}
     for name, each in found.items():
-        alone = run_alone(folder / name / "repro")
-        right = right and each.planted.right and not each.clean.named and alone.within
-        cell = repro_cell(each.kind, alone)
+        right = right and each.planted.right and not each.clean.named
+        cell = repro_cell(each.kind, folder / name / "repro")
         lines.append(line(row(FAULTS[name], each.planted, each.clean, cell)))
+    lines.append("")
+    if timed:
+        times = {n: (each.kind, run_alone(folder / n / "repro")) for n, each in found.items()}
+        lines += timing(times)
+        right = right and all(alone.within for _, alone in times.values())
+    else:
+        lines.append("The repros were not timed.")
     return "\n".join([*lines, *held_lines()]) + "\n", right
