@@ -66,7 +66,8 @@ ELSEWHERE: Mapping[str, Held] = {
     ),
     "P03": Held(
         line="trainer chunked, engine recurrent", source="prime-rl PR #3214",
-        why="no engine here runs recurrent layers; their sites have no contract and are refused",
+        why="the stock plan has it, and is named; by contract decode repeats the chunk",
+        test="tests/trainer/engines/test_recurrent.py",
     ),
     "T03": Held(
         line="routing record one row short", source="sglang #20964",
