@@ -149,7 +149,7 @@ def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Ite
 def recurrence_stepwise(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data, kind = _Data(contract, seed), _kind(contract)
     for step, shape in _shapes(quick):
-        counts = [1, 0, 19 if step else 99]
+        counts = [1, 0, 99 if step == 1 else 7]
         start = _int([0, 1, 1, sum(counts)], data.device)
         state = data.rows(3, *shape[2:], dtype=torch.float32, scale=0.01)
         rows = _inputs(data, kind, sum(counts), shape)

@@ -12,11 +12,13 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from zeromismatch.kernels.attention import packed_attention
+from zeromismatch.kernels.convolution import new_convolution_cache, paged_convolution
 from zeromismatch.kernels.embedding import embedding
 from zeromismatch.kernels.gated import gelu, silu_mul, softcap
 from zeromismatch.kernels.gpu import device
 from zeromismatch.kernels.linear import linear
 from zeromismatch.kernels.logprob import lm_head, lm_head_logprob, logprob
+from zeromismatch.kernels.recurrence import RowBatch, new_recurrence_cache, paged_recurrence
 from zeromismatch.kernels.rmsnorm import rmsnorm, rmsnorm_residual, rmsnorm_wide
 from zeromismatch.kernels.rotary import apply_rotary
 
@@ -37,6 +39,24 @@ def _attend(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     return packed_attention(q, k, v, start, scale=1.0, sinks=torch.empty(2, device="cuda"))
 
 
+def _rows() -> RowBatch:
+    start, length, table = (
+        torch.empty(shape, dtype=torch.int32, device="cuda") for shape in ((3,), (2,), (2, 4))
+    )
+    return RowBatch(start, length, table, torch.empty(T, dtype=torch.int64, device="cuda"))
+
+
+def _recur(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    rows, gate = x.view(T, 2, H // 2), torch.empty(T, 2, device="cuda")
+    cache = new_recurrence_cache(4, 8, 2, 2, H // 2, H // 2, device="cuda")
+    return paged_recurrence("gated_delta", rows, rows, rows, gate, gate, cache, _rows())
+
+
+def _convolve(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    cache = new_convolution_cache(4, 8, H, dtype=x.dtype, device="cuda")
+    return paged_convolution(x, x.new_empty(H, 4), None, "silu", cache, _rows())
+
+
 CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[int, ...]]] = {
     "linear": (lambda x, w, ids: linear(x, w, _vector()), (T, H)),
     "lm_head": (lambda x, w, ids: lm_head(x, w), (T, H)),
@@ -49,6 +69,8 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[int, ..
     "rotary": (lambda x, w, ids: apply_rotary(x.view(T, 1, H), *_tables()), (T, 1, H)),
     "embedding": (lambda x, w, ids: embedding(ids, w), (T, H)),
     "attention": (_attend, (T, 2, H // 2)),
+    "recurrence": (_recur, (T, 2, H // 2)),
+    "convolution": (_convolve, (T, H)),
     "logprob": (lambda x, w, ids: logprob(x.float(), ids), (T,)),
     "lm_head_logprob": (lambda x, w, ids: lm_head_logprob(x, w, ids), (T,)),
 }

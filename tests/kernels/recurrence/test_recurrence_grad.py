@@ -1,4 +1,4 @@
-"""The chunked backward: against fp64 autograd of the plain recurrence; alone as in a pack."""
+"""Against fp64: the chunked backward, and how exact the forward is; a pack changes no gradient."""
 
 import pytest
 import torch
@@ -64,3 +64,31 @@ def test_the_backward_repeats_and_does_not_depend_on_company_or_threads(kit, kin
         alone = gradients(kind, own, start, kit.chunk, up[first:last])
         for a, b in zip(whole, alone, strict=True):
             assert bits.equal(a[first:last].contiguous(), b)
+
+
+def stock(kind, rows, chunk):
+    """Transformers' chunk form over one request, in fp32."""
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+    from transformers.models.nemotron_h.modeling_nemotron_h import mamba2_chunk_scan
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    q, k, v, g, beta = (None if x is None else x[None] for x in rows)
+    if kind == "ssd":
+        ones = torch.ones(v.shape[2])  # the step is in v and g already
+        return mamba2_chunk_scan(v / -g[..., None], -g, -ones, k, q, chunk)[0]
+    form = chunk_kimi_delta_attention if kind == "kda" else torch_chunk_gated_delta_rule
+    group = v.shape[2] // k.shape[2]
+    q, k = (x.repeat_interleave(group, dim=2) for x in (q * q.shape[-1] ** 0.5, k))
+    return form(q, k, v, g, beta, chunk_size=chunk)[0][0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("strength", [0.05, 1.0, 8.0], ids=["long", "usual", "strong"])
+def test_as_exact_as_the_stock_chunk_form(kit, kind, strength):
+    """Decays that forget little and much; stock subtracts their running sums, which costs it."""
+    q, k, v, g, beta = kit.inputs(kind, 130, seed=11)
+    rows, start = (q, k, v, g * strength, beta), torch.tensor([0, 130])
+    exact = plain(kind, [None if x is None else x.double() for x in rows], start)
+    own = (packed_recurrence(kind, *rows, start, 64).double() - exact).norm()
+    bar = (stock(kind, rows, 64).double() - exact).norm()
+    assert float(own) <= 2 * float(bar)
