@@ -122,7 +122,7 @@ def redteam_page(cases: list[Case]) -> str:
     lines = ["# The red team: kernels that cheat", "", MADE, "", told, ""]
     lines += [f"| {' | '.join((*COLUMNS, 'result'))} |", f"|{'---|' * (len(COLUMNS) + 1)}"]
     for case in cheats:
-        cells = [case.told.get(name, "") for name in COLUMNS]
+        cells = [case.told.get(name, "").replace("/tmp/", "TMP/") for name in COLUMNS]
         cells = [" ".join(cell.split()).replace("|", "\\|")[:160] for cell in cells]
         lines.append(f"| {' | '.join(cells)} | {case.result} |")
     return "\n".join(lines) + "\n"
