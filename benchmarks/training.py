@@ -217,8 +217,8 @@ def page(held: dict[str, Found]) -> str:
         "task `even` (share of even token ids; random weights start near 0.5), updates of 2 "
         "prompts × 8 responses × 8 tokens, AdamW at one rate for every lag, nothing clipped, one "
         f"worker thread, one torch thread; {machine}. What a tiny model learns says nothing about "
-        "a real one; the table shows that the lag is real, that the kernel term is 0 under it, and "
-        "that updates do not become slower. Free-running rows take whatever version is newest. "
+        "a real one; the table shows that the lag is real and that the kernel term is 0 under it. "
+        "Free-running rows take whatever version is newest. "
         "Other work shared the machine while the runs went on, which is why the processor time of "
         "an update (rollout, audit, step, publication) stands beside its time.",
         "",
