@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import adversarial
-from .certify import register_cases
+from .certify import register_cases, register_stock
 from .contract import Contract
 from .reference import recurrence as definition
 from .trial import Case
@@ -127,6 +127,29 @@ def _paged(
     start = _int([sum(counts[:b]) for b in range(len(counts) + 1)], data.device)
     length = _int([a + b for a, b in zip(counts, before, strict=True)], data.device)
     return q, k, v, g, beta, *stores, start, length, table
+
+
+def stock_recurrence(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """What engines run instead: the state after every token, rows of the chunk replayed first."""
+    q, k, v, g, beta, k_pages, u_pages, g_pages, end_pages, start, length, table = arguments
+    out, (_, u, ends) = torch.empty_like(v), definition.recurrence(*arguments)
+    chunk = k_pages.shape[1]
+    for b, positions in enumerate(length.tolist()):
+        rows = slice(int(start[b]), int(start[b + 1]))
+        index, old = divmod(positions - rows.stop + rows.start, chunk)
+        if rows.start == rows.stop:
+            continue
+        page = int(table[b, index])
+        state = torch.zeros_like(end_pages[:1])
+        if index:
+            state = end_pages[table[b, index - 1 : index].long()]
+        held = k_pages[page, :old], u_pages[page, :old], g_pages[page, :old]
+        _, state = definition.stepwise(held[0], *held, None, state, torch.tensor([0, old]))
+        strength = None if beta is None else beta[rows]
+        count = torch.tensor([0, rows.stop - rows.start])
+        new = q[rows], k[rows], v[rows], g[rows], strength
+        out[rows], _ = definition.stepwise(*new, state, count)
+    return out, u, ends
 
 
 def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
@@ -335,6 +358,8 @@ for _cases in (
     discretised, discretised_grad, skip, skip_grad,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases)
+for _name in ("ssd", "gated_delta", "kda"):
+    register_stock(f"recurrence.{_name}.float32.cpu.v1", stock_recurrence)
 for _op, _tensors in {"sigmoid": 1, "sigmoid_mul": 2, "relu_squared": 1}.items():
     register_cases(_op, _elementwise(_tensors))
     register_cases(f"{_op}_grad", _elementwise(_tensors + 1))

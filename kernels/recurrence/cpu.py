@@ -40,8 +40,9 @@ def _recurrence(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See the reference."""
     chunk, key, (heads, value) = k_pages.shape[1], k.shape[1:], v.shape[1:]
-    before = length - query_start.diff()
-    full = int((length // chunk - before // chunk).sum())
+    starts, full = query_start.tolist(), 0
+    for b, positions in enumerate(length.tolist()):
+        full += positions // chunk - (positions - starts[b + 1] + starts[b]) // chunk
     o, u = torch.empty_like(v), torch.empty_like(v)
     ends = torch.empty(full, heads, key[1], value)
     core(variant).call(
