@@ -26,7 +26,7 @@ from .report import write_whole
 
 TEMPLATES = Path(__file__).parent / "templates"
 NOT_COVERED = (
-    "Gates C0-C10: this recipe shows the claims listed here and no more.",
+    "Gates C0-C10: not among the claims listed here; `zm gate` with this recipe runs them.",
     "Other devices, dtypes and models than the ones named; more than one process.",
     "LoRA; quantised weights or caches.",
     "Gradients, optimiser steps and weight publication.",

@@ -155,11 +155,12 @@ def trained(path: str, folder: str) -> dict[str, Any]:
     from pathlib import Path
 
     from zeromismatch.agent_tools.align import Options, align
+    from zeromismatch.agent_tools.commands.measure import requests_for
     from zeromismatch.agent_tools.recipe_verify import verify_recipe
     from zeromismatch.agent_tools.training import settings, start
 
     model = load_model(path)
-    requests = default_requests(model, count=6, max_reply=12)
+    requests = requests_for(model, prompts=None, seed=0, quick=True)
     command = f"zm align {path} --rollout vllm --quick"
     options = Options(out=Path(folder) / "align", command=command, rollout="vllm")
     made = align(model, requests, options)

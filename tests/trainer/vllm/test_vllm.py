@@ -61,6 +61,16 @@ def test_new_weights_between_two_steps_go_to_the_next_token(ask: Any, checkpoint
     assert [each["differing"] for each in found.values()] == [0, 0, 0]
 
 
+def test_a_recipe_for_vllm_repeats_and_trains(ask: Any, checkpoint: str, tmp_path: Path) -> None:
+    found = ask("trained", checkpoint, str(tmp_path))
+    assert found["align"] == "EQUAL", found["reason"]
+    assert found["verified"] == "pass", found["why"]
+    for run in found["runs"].values():
+        assert run["status"] == "pass"
+        assert run["kernel_compared"] > 0
+        assert run["kernel_unequal"] == 0
+
+
 def test_localize_finds_nothing_under_a_plan(ask: Any, checkpoint: str) -> None:
     found = ask("located", checkpoint, "aligned")
     assert found["status"] == "EQUAL", found["reason"]
