@@ -37,7 +37,7 @@ from .trace import OUTPUT, ColumnKey, Keep, Tracer
 Pass = Literal["equal keys", "two keys"]
 PASSES: tuple[Pass, ...] = ("equal keys", "two keys")
 
-UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob"})
+UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob", "topk"})  # a choice is no pattern
 DECAY_CLASSES = frozenset({"decay", "discretised"})
 """They give logarithms of decays: any pattern above 0 would be refused."""
 FAR_BELOW = -3e4

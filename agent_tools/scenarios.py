@@ -128,18 +128,20 @@ def random_requests(
     """Seeded random tokens: prompts of 17 to 60 tokens, so that most requests cross three KV pages.
 
     Every second request begins with the same tokens, so that prefix hits exist. Where recurrent
-    layers have larger chunks, all prompts reach into the third.
+    layers have larger chunks, all prompts reach into the third, and two of three to near its end,
+    so that replies need a further page while others run.
     """
     rng = random.Random(seed)
     vocabulary = int(model.config.vocab_size)
     cut = math.lcm(PAGE, *recurrent_chunks(model.module))
     prefix = SHARED_PREFIX if cut == PAGE else cut + SHARED_PREFIX - PAGE
     shortest, longest = (17, 61) if cut == PAGE else (2 * cut + 1, 3 * cut)
+    near = shortest if cut == PAGE else longest - PAGE + 1
     shared = [rng.randrange(3, vocabulary) for _ in range(prefix)]
     requests = []
     for index in range(count):
         prompt = list(shared) if index % 2 else []
-        length = rng.randrange(shortest, longest)
+        length = rng.randrange(shortest if index % 3 == 2 else near, longest)
         prompt += [rng.randrange(3, vocabulary) for _ in range(max(1, length - len(prompt)))]
         reply = [rng.randrange(3, vocabulary) for _ in range(rng.randrange(1, max_reply + 1))]
         requests.append(_request(f"random-{index:02d}", prompt, reply, max_reply, seed + index))

@@ -141,11 +141,19 @@ class TransformersState:
         states = {"conv": own.conv_states, "recurrent": own.recurrent_states}
         return states[part][0] if part in states else None
 
-    def convolve(self, *_: Any) -> Tensor:
-        """Stock only."""
-        raise AssertionError("transformers' own cache serves stock plans")
+    def convolve(
+        self, layer: RecurrentLayer, x: Tensor, weight: Tensor, bias: Tensor | None,
+        activation: str | None,
+    ) -> Tensor:  # fmt: skip
+        """Never asked: transformers' own cache serves stock alone (see install_mixer)."""
+        raise AssertionError(layer.path)
 
-    recur = convolve
+    def recur(
+        self, layer: RecurrentLayer, q: Tensor, k: Tensor, v: Tensor, g: Tensor,
+        beta: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Never asked."""
+        raise AssertionError(layer.path)
 
 
 Run = Callable[[RecurrentContext, Mapping[str, Tensor]], Tensor]
@@ -166,8 +174,15 @@ class Part:
 class Mixer(Protocol):
     """One family, around one module."""
 
-    layer: RecurrentLayer
-    parts: Mapping[str, Part]
+    @property
+    def layer(self) -> RecurrentLayer:
+        """What it keeps."""
+        ...
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """Its sites, by part."""
+        ...
 
     def compute(self, hidden: Tensor, mask: Tensor | None, run: Callable[..., Tensor]) -> Tensor:
         """The mixer's forward on ``hidden [B, S, H]``; ``run(part, **rows)`` computes a part."""
@@ -176,26 +191,28 @@ class Mixer(Protocol):
 
 def mixer_facts(path: str, module: nn.Module, config: Any) -> Mapping[str, Any] | None:
     """``mixer`` of a recurrent mixer, proved by running it, else None."""
-    from .recurrent_families import FAMILIES
-
-    family = next((f for name, f in FAMILIES.items() if type(module).__name__.endswith(name)), None)
-    if family is None:
+    mixer = _mixer(path, module)
+    if mixer is None:
         return None
-    mixer: Mixer = family(path, module)
     _check_chunk(mixer.layer, config)
     return {"mixer": mixer} if _proves(mixer, module, int(config.hidden_size)) else None
 
 
 def recurrent_chunks(module: nn.Module) -> frozenset[int]:
     """Chunk sizes of a model's recurrent mixers; none without."""
+    found = (_mixer(path, child) for path, child in module.named_modules())
+    return frozenset(mixer.layer.chunk for mixer in found if mixer is not None)
+
+
+def _mixer(path: str, module: nn.Module) -> Mixer | None:
+    """The mixer that a module is by its name and the functions of its code; not yet proved."""
     from .recurrent_families import FAMILIES
 
-    return frozenset(
-        family(path, child).layer.chunk
-        for path, child in module.named_modules()
-        for name, family in FAMILIES.items()
-        if type(child).__name__.endswith(name)
-    )
+    for name, family in FAMILIES.items():
+        if type(module).__name__.endswith(name):
+            code = own_code(module)
+            return family(path, module) if all(f in code for f in family.functions) else None
+    return None
 
 
 def _check_chunk(layer: RecurrentLayer, config: Any) -> None:
@@ -229,4 +246,4 @@ def _proves(mixer: Mixer, module: nn.Module, width: int) -> bool:
 
 def own_code(module: nn.Module) -> dict[str, Any]:
     """Globals of the code of a module's own forward, whatever decorates it."""
-    return cast(Any, inspect.unwrap(type(module).forward)).__globals__
+    return inspect.unwrap(type(module).forward).__globals__

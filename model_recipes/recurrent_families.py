@@ -20,10 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .bindings import kernel
-from .recurrent import Mixer, Part, RecurrentContext, RecurrentLayer, Rows, Run, own_code
+from .recurrent import Part, RecurrentContext, RecurrentLayer, Rows, Run, own_code
 
 L2_EPS = 1e-6
 """transformers writes it as a literal in both delta rules."""
+_CONVOLUTIONS = ("causal_conv1d_update", "causal_conv1d_fn", "apply_mask_to_padding_states")
 
 
 def _alone(function: Callable[..., Tensor]) -> Run:
@@ -32,7 +33,9 @@ def _alone(function: Callable[..., Tensor]) -> Run:
 
 
 class _Shared:
-    """What the three have in common: the convolution."""
+    """What the three have in common: the convolution. functions: what the code must have."""
+
+    functions: tuple[str, ...] = ()
 
     def __init__(self, path: str, module: nn.Module) -> None:
         self.path = path
@@ -140,6 +143,7 @@ class GatedDeltaNet(_Delta):
     """Qwen3-Next."""
 
     chunked, stepped = "torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule"
+    functions = (*_CONVOLUTIONS, "l2norm", chunked, stepped)
     divides = False
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -189,6 +193,7 @@ class DeltaAttention(_Delta):
     """Kimi-Linear."""
 
     chunked, stepped = "chunk_kimi_delta_attention", "recurrent_kimi_delta_attention"
+    functions = (*_CONVOLUTIONS, "l2norm", chunked, stepped)
     divides = True
 
     def __init__(self, path: str, module: nn.Module) -> None:
@@ -236,6 +241,8 @@ class DeltaAttention(_Delta):
 
 class Mamba2(_Shared):
     """Nemotron-H. q, k, v of the recurrence are C, B and dt x."""
+
+    functions = (*_CONVOLUTIONS, "mamba2_chunk_scan", "mamba2_selective_state_update")
 
     def __init__(self, path: str, module: nn.Module) -> None:
         super().__init__(path, module)
@@ -344,7 +351,7 @@ class Mamba2(_Shared):
         return own.out_proj(own.norm(y, gate).to(hidden.dtype))
 
 
-FAMILIES: Mapping[str, Callable[[str, nn.Module], Mixer]] = {
+FAMILIES: Mapping[str, type[GatedDeltaNet] | type[DeltaAttention] | type[Mamba2]] = {
     "Qwen3NextGatedDeltaNet": GatedDeltaNet,
     "KimiLinearDeltaAttention": DeltaAttention,
     "NemotronHMamba2Mixer": Mamba2,

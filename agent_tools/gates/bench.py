@@ -26,6 +26,7 @@ from ...kernels.errors import InconclusiveError, UsageError
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import STOCK, Plan, stock_plan
+from ...model_recipes.recurrent import recurrent_chunks
 from ...trainer.engines.base import Observer, Policy, Request, Run, Scenario, Schedule, SiteCall
 from ...trainer.engines.packed import PackedEngine
 from ...trainer.engines.paged import PagedEngine
@@ -179,7 +180,9 @@ class Bench:
         """Chunked prompts, shared steps, and too few pages for all requests at once."""
         lengths = [len(r.tokens) + r.sampling.max_new_tokens for r in self.prompts]
         pages = [-(-length // 16) for length in lengths]
-        return Policy(max_step_tokens=STEP_TOKENS, num_pages=max(max(pages), sum(pages) * 5 // 9))
+        part, of = (1, 2) if recurrent_chunks(self.model.module) else (5, 9)  # chunks grow seldom
+        num_pages = max(max(pages), sum(pages) * part // of)
+        return Policy(max_step_tokens=STEP_TOKENS, num_pages=num_pages)
 
     @functools.cached_property
     def alone(self) -> Run:

@@ -1,5 +1,6 @@
 """Recurrent mixers as sites: stock bits under the cuts, with and without transformers' cache."""
 
+import functools
 from typing import Any
 
 import pytest
@@ -81,7 +82,12 @@ def test_a_mixer_whose_code_computes_something_else_is_named(monkeypatch: Any) -
     model: Any = load_model("tiny:nemotron_h").module
     kind = type(model.model.layers[0].mixer)
     own = kind.forward
-    monkeypatch.setattr(kind, "forward", lambda self, x, **more: own(self, x * 1.5, **more))
+
+    @functools.wraps(own)
+    def other(self: Any, x: Any, **more: Any) -> Any:
+        return own(self, x * 1.5, **more)
+
+    monkeypatch.setattr(kind, "forward", other)
     with pytest.raises(UncoveredSiteError, match=r"model\.layers\.0\.mixer"):
         apply_plan(model, stock_plan())
 

@@ -202,8 +202,8 @@ class PagedEngine:
             have = None if self.num_pages is None else self._sizes(self.num_pages)[size]
             if have is not None and needed > have:
                 raise ScheduleError(
-                    f"the schedule holds {needed} cache pages of {size} positions at once and this "
-                    f"engine has {have}; raise num_pages, or Evict or Preempt earlier"
+                    f"the schedule holds {needed} cache pages at once ({size} positions each) and "
+                    f"this engine has {have}; raise num_pages, or Evict or Preempt earlier"
                 )
             found[size] = have or needed
         return found

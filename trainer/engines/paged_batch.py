@@ -143,7 +143,9 @@ def paged_batch(step: Step, pools: Pools, caches: Caches, device: torch.device) 
     return PagedBatch(caches.recurrent, rows, caches.attention, keys)
 
 
-def _indices(step: Step, pages: Pages, device: torch.device) -> tuple[Tensor, ...]:
+def _indices(
+    step: Step, pages: Pages, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Query rows, lengths, page tables and slots of a step."""
     size = pages.size
     ends = [piece.stop for piece in step.slices]
