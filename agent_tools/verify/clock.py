@@ -204,7 +204,8 @@ class Clock:
         marks = [_mark(each, draw) for each in arguments]
         racers = [Racer(worker=self.baseline, entry=name) for name in ("twice", "run")]
         racers[0].prepare(arguments, marks)
-        return race(*racers)
+        ratio = race(*racers)
+        return ratio if ratio < self.floor else race(*racers, rounds=2 * ROUNDS)  # a busy machine
 
     def answer(self) -> SpeedAnswer:
         """``pass`` where the slowest shape reaches the floor."""
