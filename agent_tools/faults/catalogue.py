@@ -11,7 +11,7 @@ must refuse), ``certified`` (the sweep that admits kernels).
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from ...kernels import dispatch
@@ -22,6 +22,7 @@ from ...model_recipes.bindings import device_kind, dtype_name
 from ...model_recipes.models import LoadedModel
 from ...model_recipes.rotary_table import RotaryTable
 from ...trainer.engines import execution, packed, paged_batch
+from ...trainer.engines.base import Step
 from ..records import CauseName
 from . import attention, engines, operators
 from .engines import Planting
@@ -111,9 +112,13 @@ def _boundaries(model: LoadedModel) -> contextlib.AbstractContextManager[None]:
 
 def _padding(model: LoadedModel) -> contextlib.AbstractContextManager[None]:
     def change(right: Any, running: bool) -> Any:
-        return lambda step, *given: attention.padding_over_page(step, right(step, *given))
+        def context(step: Step, *given: Any) -> Any:
+            found = right(step, *given)
+            return replace(found, batch=attention.padding_over_page(step, found.batch))
 
-    return engines.while_decoding(execution, "attention_batch", change)
+        return context
+
+    return engines.while_decoding(execution, "paged_batch", change)
 
 
 def _eight_bits(model: LoadedModel) -> contextlib.AbstractContextManager[None]:

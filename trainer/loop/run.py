@@ -200,7 +200,8 @@ class _Run:
             return
         with self._producers():
             while self.learner.version < self.config.updates:
-                sink(self._update())
+                sink(self._update())  # told before it is kept: what is kept is not made again
+                self._checkpoint_if_due()
 
     def close(self) -> None:
         """Take the plan off this process's models."""
@@ -242,7 +243,6 @@ class _Run:
         after = (
             self.auditor.under(trajectories, self.learner.version) if config.measure_moves else None
         )
-        self._checkpoint_if_due()
         spent = self._spent()
         return UpdateFacts(
             batch=step.batch,
