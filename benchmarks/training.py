@@ -236,6 +236,9 @@ def page(held: dict[str, Found]) -> str:
                  f"{each['stock']:.0f}", f"{each['aligned'] / each['stock']:.2f}"]
                 for each in held[STEP]["steps"]
             ]),
+            "",
+            "An operator's weight is laid out in panels once a step, whatever the number of rows; "
+            "with few rows there is little work to spread that over.",
         ]  # fmt: skip
     return "\n".join(lines) + "\n"
 
