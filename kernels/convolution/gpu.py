@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch import choose
-from ..errors import CapabilityError
-from ..gpu.device import aligned, programs, require
+from ..gpu.device import aligned, programs, require, require_no_gradient
 from ..gpu.register import register_gpu, serving
+from ..recurrence.pages import owners, slots_of
 
 _COLUMNS = 512
 
@@ -40,8 +40,7 @@ def launch(
     (tokens, channels), y = x.shape, torch.empty_like(x)
     if not tokens:
         return y
-    row = torch.arange(tokens, device=x.device, dtype=torch.int32)
-    owner = torch.searchsorted(query_start, row, right=True, out_int32=True) - 1
+    owner = owners(query_start, tokens)
     gpu_kernels.convolution_kernel[(tokens, -(-channels // columns))](
         x, weight, x if bias is None else bias, pages, slot, owner, query_start, length, table, y,
         table.shape[1], channels, pages.shape[1], W=weight.shape[1], HAS_BIAS=bias is not None,
@@ -62,14 +61,7 @@ def functional(
     **shape: int,
 ) -> Tensor:
     """``y`` as the CPU's contract gives it, from a copy of the pages: to be proved."""
-    chunk, slots = pages.shape[1], []
-    for b, positions in enumerate(length.tolist()):
-        rows = int(query_start[b + 1]) - int(query_start[b])
-        slots += [
-            int(table[b, p // chunk]) * chunk + p % chunk
-            for p in range(positions - rows, positions)
-        ]
-    slot = torch.tensor(slots, dtype=torch.int64, device=x.device)
+    slot = slots_of(query_start, length, table, pages.shape[1])
     index = (query_start, length, table, slot)
     return launch(x, weight, bias, silu, pages.clone(), *index, **shape)
 
@@ -111,11 +103,6 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def check(*tensors: Tensor | None) -> None:
-    """CUDA tensors of one device on a GPU with proved contracts, none of which asks for a gradient.
-    """
+    """CUDA tensors of one device on a GPU with proved contracts, none of which asks for a gradient."""
     require("convolution", *tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise CapabilityError(
-            "convolutions have no gradient on the GPU yet; train on the CPU, or wrap the forward "
-            "in torch.no_grad()"
-        )
+    require_no_gradient("convolution", *tensors)

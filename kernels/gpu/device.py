@@ -71,6 +71,15 @@ def require(
         raise CapabilityError(f"{op} cannot run on this GPU: {why}; use the CPU contracts instead")
 
 
+def require_no_gradient(op: str, *tensors: Tensor | None) -> None:
+    """CapabilityError where a gradient is asked of an operator that has none on the GPU."""
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+        raise CapabilityError(
+            f"{op}s have no gradient on the GPU yet; train on the CPU, or wrap the forward in "
+            "torch.no_grad()"
+        )
+
+
 def aligned(x: Tensor) -> Tensor:
     """``x`` itself if contiguous and 16-byte aligned, else a copy: same values, same bits."""
     if x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch import choose
-from ..errors import CapabilityError
-from ..gpu.device import aligned, programs, require
+from ..gpu.device import aligned, programs, require, require_no_gradient
 from ..gpu.register import register_gpu
+from .pages import owners, slots_of
 
 _COLUMNS = 32
 
@@ -55,8 +55,7 @@ def launch(
     if not tokens:
         return o
     delta, padded = beta is not None, _padded(key)
-    row = torch.arange(tokens, device=q.device, dtype=torch.int32)
-    owner = torch.searchsorted(query_start, row, right=True, out_int32=True) - 1
+    owner = owners(query_start, tokens)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     a, b = (torch.empty(tokens, heads, chunk if used else 0, **fp32) for used in (True, delta))
     qs, ks = (torch.empty(tokens, heads, key if used else 0, **fp32) for used in (True, delta))
@@ -91,15 +90,9 @@ def functional(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(o, u, ends)`` as the CPU's contract gives them, from copies of the pages: to be proved."""
     stores = [each.clone() for each in (k_pages, u_pages, g_pages, end_pages)]
-    chunk, slots, full = k_pages.shape[1], [], []
-    for b, positions in enumerate(length.tolist()):
-        rows = int(query_start[b + 1]) - int(query_start[b])
-        for p in range(positions - rows, positions):
-            page = int(table[b, p // chunk])
-            slots.append(page * chunk + p % chunk)
-            if p % chunk == chunk - 1:
-                full.append(page)
-    slot, pages = (torch.tensor(x, dtype=torch.int64, device=q.device) for x in (slots, full))
+    chunk = k_pages.shape[1]
+    slot = slots_of(query_start, length, table, chunk)
+    pages = slot[slot % chunk == chunk - 1] // chunk
     k_new, u_new, g_new, end_new = stores
     index = (query_start, length, table, slot)
     o = launch(q, k, v, g, beta, k_new, u_new, g_new, end_new, *index, **shape)
@@ -157,11 +150,6 @@ def _(kind: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def check(*tensors: Tensor | None) -> None:
-    """CUDA tensors of one device on a GPU with proved contracts, none of which asks for a gradient.
-    """
+    """CUDA tensors of one device on a GPU with proved contracts, none of which asks for a gradient."""
     require("recurrence", *tensors)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
-        raise CapabilityError(
-            "recurrences have no gradient on the GPU yet; train on the CPU, or wrap the forward in "
-            "torch.no_grad()"
-        )
+    require_no_gradient("recurrence", *tensors)

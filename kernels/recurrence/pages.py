@@ -162,6 +162,24 @@ def full_pages(batch: RowBatch, chunk: int) -> list[int]:
     return [each.page for each in spans(batch, chunk) if each.last == chunk]
 
 
+def slots_of(query_start: Tensor, length: Tensor, table: Tensor, chunk: int) -> Tensor:
+    """int64 ``[T]``: where every new row lies, page * chunk + offset."""
+    slots: list[int] = []
+    for request, positions in enumerate(length.tolist()):
+        rows = int(query_start[request + 1]) - int(query_start[request])
+        slots += [
+            int(table[request, p // chunk]) * chunk + p % chunk
+            for p in range(positions - rows, positions)
+        ]
+    return torch.tensor(slots, dtype=torch.int64, device=length.device)
+
+
+def owners(query_start: Tensor, rows: int) -> Tensor:
+    """int32 ``[rows]``: whose each row is, without waiting for the device."""
+    row = torch.arange(rows, device=query_start.device, dtype=torch.int32)
+    return torch.searchsorted(query_start, row, right=True, out_int32=True) - 1
+
+
 def packed_rows(start: Tensor, chunk: int) -> RowBatch:
     """Whole requests back to back, each on pages of its own; int32 ``start [B + 1]``."""
     length = start.diff()
