@@ -7,7 +7,8 @@
 Rounding points are those of transformers' code. x, gate and weight may each be fp32 or bf16: in a
 bf16 Nemotron-H the state's output is fp32 beside a bf16 gate. Means in 16 fixed lanes and one
 tree; square roots and divisions correctly rounded. ``kernels/reference/gated_norm.py`` is the
-definition; ``pytest tests/kernels/gated_norm`` exercises it.
+definition; ``pytest tests/kernels/gated_norm`` exercises it. CUDA tensors go to :mod:`.gpu`, whose
+contracts have another order and no gradient.
 
 Legend: T rows, H columns.
 """
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..errors import ContractError
 from ..reference.gated_norm import Order
-from . import cpu
+from . import cpu, gpu
 
 __all__ = ["Order", "gated_rmsnorm", "l2norm"]
 
@@ -41,7 +42,9 @@ def gated_rmsnorm(
     if order != "silu_before" and group != width:
         raise ContractError(f"{order} has no groups; leave group out")
     rows, gates = (each.reshape(-1, width) for each in (x, gate))
-    return cpu.GATED_RMSNORM(rows, gates, weight, float(eps), group, order).view(x.shape)
+    given = (rows, gates, weight, float(eps), group, order)
+    y = gpu.serve("gated_rmsnorm", *given) if x.is_cuda else cpu.GATED_RMSNORM(*given)
+    return y.view(x.shape)
 
 
 def l2norm(x: Tensor, eps: float, *, divide: bool, scale: float = 1.0) -> Tensor:
@@ -51,4 +54,5 @@ def l2norm(x: Tensor, eps: float, *, divide: bool, scale: float = 1.0) -> Tensor
     """
     if x.dim() == 0 or x.dtype not in (torch.float32, torch.bfloat16):
         raise ContractError(f"l2norm takes rows of float32 or bfloat16, not {x.dtype}; convert")
-    return cpu.L2NORM(x.reshape(-1, x.shape[-1]), float(eps), divide, float(scale)).view(x.shape)
+    given = (x.reshape(-1, x.shape[-1]), float(eps), divide, float(scale))
+    return (gpu.serve("l2norm", *given) if x.is_cuda else cpu.L2NORM(*given)).view(x.shape)

@@ -10,7 +10,8 @@
 
 Rounding points are those of transformers' code for these models, which is what they replace; the
 fp32 functions inside have one definition each (``kernels/reference/gates.py``), where stock torch
-differs between a vector and its tail. ``pytest tests/kernels/gates`` exercises them.
+differs between a vector and its tail. ``pytest tests/kernels/gates`` exercises them. CUDA tensors
+go to :mod:`.gpu`, whose contracts have exp2 and no gradient.
 
 Legend: T rows, H heads, K key size, P head size.
 """
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ContractError
-from . import cpu
+from . import cpu, gpu
 
 __all__ = [
     "decay_gate", "discretised", "relu_squared", "sigmoid", "sigmoid_mul", "skip", "time_step",
@@ -30,6 +31,8 @@ __all__ = [
 
 def sigmoid(x: Tensor) -> Tensor:
     """``1 / (1 + exp(-x))`` elementwise, fp32 or bf16, any shape."""
+    if x.is_cuda:
+        return gpu.serve("sigmoid", x)
     return cpu.SIGMOID(x)
 
 
@@ -40,11 +43,15 @@ def sigmoid_mul(x: Tensor, gate: Tensor) -> Tensor:
             f"x is {x.dtype} {tuple(x.shape)}, its gate {gate.dtype} {tuple(gate.shape)}; give "
             "both the same shape and dtype"
         )
+    if x.is_cuda:
+        return gpu.serve("sigmoid_mul", x, gate)
     return cpu.SIGMOID_MUL(x, gate)
 
 
 def relu_squared(x: Tensor) -> Tensor:
     """``max(x, 0) ** 2`` elementwise, fp32 or bf16, any shape."""
+    if x.is_cuda:
+        return gpu.serve("relu_squared", x)
     return cpu.RELU_SQUARED(x)
 
 
@@ -62,7 +69,8 @@ def decay_gate(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
             f"not {tuple(a.shape)}, {tuple(a_log.shape)} and {tuple(dt_bias.shape)}; check which "
             "layer they belong to"
         )
-    return cpu.DECAY(a.flatten(1), a_log.flatten(), dt_bias.flatten()).view(a.shape)
+    given = (a.flatten(1), a_log.flatten(), dt_bias.flatten())
+    return (gpu.serve("decay", *given) if a.is_cuda else cpu.DECAY(*given)).view(a.shape)
 
 
 def time_step(
@@ -77,6 +85,8 @@ def time_step(
             f"time_step takes dt [T, H] and dt_bias [H] with low <= high, not {tuple(dt.shape)}, "
             f"{tuple(dt_bias.shape)}, {low} and {high}; check which layer they belong to"
         )
+    if dt.is_cuda:
+        return gpu.serve("time_step", dt, dt_bias, float(low), float(high))
     return cpu.TIME_STEP(dt, dt_bias, float(low), float(high))
 
 
@@ -92,7 +102,8 @@ def discretised(x: Tensor, dt: Tensor, a_log: Tensor) -> tuple[Tensor, Tensor]:
             f"{tuple(x.shape)}, {dt.dtype} {tuple(dt.shape)} and {tuple(a_log.shape)}; check which "
             "layer they belong to"
         )
-    v, g = cpu.DISCRETISED(x, dt, a_log)
+    given = (x, dt, a_log)
+    v, g = gpu.serve("discretised", *given) if x.is_cuda else cpu.DISCRETISED(*given)
     return v, g
 
 
@@ -103,4 +114,6 @@ def skip(o: Tensor, x: Tensor, d: Tensor) -> Tensor:
             f"skip takes float32 o and x [T, H, P] and D [H], not {o.dtype} {tuple(o.shape)}, "
             f"{tuple(x.shape)} and {tuple(d.shape)}; take o from the recurrence"
         )
+    if x.is_cuda:
+        return gpu.serve("skip", o, x, d, by=1)
     return cpu.SKIP(o, x, d)

@@ -8,10 +8,15 @@ import interpreted  # sets the interpreter up
 import torch
 
 from zeromismatch.kernels import bits, cases_recurrent
+from zeromismatch.kernels.certify import cases_of
 from zeromismatch.kernels.contract import get_contract
 from zeromismatch.kernels.convolution import gpu as convolution
+from zeromismatch.kernels.gated_norm import gpu as norms
+from zeromismatch.kernels.gates import gpu as gates
 from zeromismatch.kernels.recurrence import gpu
 from zeromismatch.kernels.reference import convolution as convolution_reference
+from zeromismatch.kernels.reference import gated_norm as norms_reference
+from zeromismatch.kernels.reference import gates as gates_reference
 from zeromismatch.kernels.reference import recurrence as reference
 
 near = interpreted.near
@@ -61,7 +66,32 @@ def steps() -> None:
             assert bits.equal(out, whole[0][t : t + 1].contiguous()), (kind, t)
 
 
+def row_operators() -> None:
+    """Gates and norms against the CPU's references; in bf16 roundings may fall the other way."""
+    for mine, true, order in ((gates, gates_reference, ""), (norms, norms_reference, ".lanes16")):
+        for op in mine.CONTRACTS:
+            for storage, rtol in (("float32", 2e-6), ("bfloat16", 2e-2)):
+                contract = get_contract(f"{op}{order}.{storage}.cpu.v1")
+                for _, one in zip(range(3), cases_of(contract, quick=True, seed=1), strict=False):
+                    got = getattr(mine, f"reference_{op}").func(*parts(mine, op), *one.arguments)
+                    again = getattr(mine, f"reference_{op}")(*one.arguments)
+                    want = getattr(true, op)(*one.arguments)
+                    for a, b, c in zip(*map(tupled, (got, want, again)), strict=True):
+                        assert a.dtype == b.dtype and bits.equal(a, c), (op, storage)
+                        near(a, b, rtol)
+
+
+def parts(module, op: str) -> tuple[int, ...]:
+    """What the reference's partial binds in front."""
+    return getattr(module, f"reference_{op}").args
+
+
+def tupled(x) -> tuple[torch.Tensor, ...]:
+    return x if isinstance(x, tuple) else (x,)
+
+
 recurrences()
 convolutions()
+row_operators()
 steps()
 print("recurrences ok")

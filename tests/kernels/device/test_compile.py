@@ -19,9 +19,12 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 
 from zeromismatch.kernels.attention import gpu as attention  # noqa: E402
 from zeromismatch.kernels.attention import gpu_launch as launch  # noqa: E402
+from zeromismatch.kernels.attention import gpu_split as splits  # noqa: E402
 from zeromismatch.kernels.convolution import gpu as convolution  # noqa: E402
 from zeromismatch.kernels.embedding import gpu as embedding  # noqa: E402
 from zeromismatch.kernels.gated import gpu as gated  # noqa: E402
+from zeromismatch.kernels.gated_norm import gpu as norms  # noqa: E402
+from zeromismatch.kernels.gates import gpu as gates  # noqa: E402
 from zeromismatch.kernels.gpu import device, digest  # noqa: E402
 from zeromismatch.kernels.linear import gpu_gemm as linear  # noqa: E402
 from zeromismatch.kernels.linear.gpu_table import FP32, FP32_SMALL, LARGE, REFERENCE, ROWS  # noqa: E402
@@ -73,7 +76,7 @@ def compiling(monkeypatch, name):
     with monkeypatch.context() as patch:
         patch.setattr(JITFunction, "run", compile_only)
         patch.setattr(device, "num_multiprocessors", lambda index=0: 132)
-        for module in (linear, launch):
+        for module in (linear, splits):
             patch.setattr(module, "num_multiprocessors", lambda index=0: 132)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         active = driver._active if hasattr(driver, "_active") else None
@@ -131,7 +134,7 @@ def hopper():
     attention.packed_forward(q, k, k.clone(), start, (0.1, 0, 0.0, None), specialised=True)
 
 
-def attentions(size, window, softcap, dtype=BF16):
+def attentions(size, window, softcap, dtype=BF16, dependent=True):
     tokens, heads, kv_heads = 300, 8, 2
     q, k, v = (torch.zeros(tokens, h, size, dtype=dtype) for h in (heads, kv_heads, kv_heads))
     start = torch.tensor([0, tokens], dtype=torch.int32)
@@ -151,6 +154,11 @@ def attentions(size, window, softcap, dtype=BF16):
     )
     index = (start, start[1:], torch.zeros(1, 32, dtype=torch.int32))
     attention.paged_forward(q, cache.k, cache.v, index, work, settings)
+    shape = splits.shape_of("split", size, dtype)
+    for columns in (0, 32):
+        way = splits.Way(shape=shape, columns=columns, dependent=dependent)
+        chunks = (work.split_start, work.chunks, work.few, settings)
+        splits.split(q, cache.k, cache.v, o, lse, index, *chunks, way=way)
 
 
 def experts(dtype=BF16):
@@ -159,6 +167,7 @@ def experts(dtype=BF16):
     weights = moe_launch.topk_weights(z, chosen, True, True, 1e-20, 1.0)
     moe_launch.topk_weights_grad(weights.clone(), z, chosen, True, True, 1e-20, 1.0)
     x, weight = torch.zeros(5, 128, dtype=dtype), torch.zeros(64, 96, 128, dtype=dtype)
+    moe.grouped_linear(x[:1], chosen[:1], weight)
     y = moe.grouped_linear(x, chosen, weight)
     moe.grouped_linear_grad(y, x, chosen, weight)
     moe.combine(y, weights)
@@ -182,6 +191,15 @@ def recurrences(whole, chunk=64, key=128, value=128):
         x, pages = torch.zeros(5, 700, dtype=dtype), torch.zeros(2, chunk, 700, dtype=dtype)
         weight = torch.zeros(700, 4, dtype=dtype)
         convolution.launch(x, weight, weight[:, 0].contiguous(), True, pages, *index)
+        gates.elementwise(1, x, x.clone())
+        gates.decay(x, weight[:4, 0].contiguous(), weight[:, 0].contiguous())
+        gates.time_step(x, weight[:, 0].contiguous(), 0.0, 0.1)
+        heads, float_rows = x.view(5, 100, 7), torch.zeros(5, 100, 7)
+        gates.discretised(heads, heads[..., 0].contiguous(), weight[:100, 0].contiguous())
+        gates.skip(float_rows, heads, weight[:100, 0].contiguous())
+        for order, group in (("silu_after", 700), ("sigmoid_after", 700), ("silu_before", 350)):
+            norms.gated_rmsnorm(x, x.clone(), torch.zeros(700), 1e-6, group, order)
+        norms.l2norm(x, 1e-6, True, 1.0)
 
 
 @pytest.mark.slow
@@ -196,7 +214,7 @@ def test_every_kernel_compiles(monkeypatch, target):
         row_operators()
         experts()
         recurrences(whole=target == "sm_90")
-        attentions(80, 100, 30.0)
+        attentions(80, 100, 30.0, dependent=target in ("sm_90", "sm_100"))
     assert len(compiled) >= 20
     if target == "sm_90":
         instructions = {
