@@ -112,7 +112,8 @@ def grouped_linear(contract: Contract, quick: bool, seed: int, key: Key) -> Iter
 
 
 def grouped_linear_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
-    for step, tokens, base in _steps(quick, seed):
+    few_and_many = [(step, tokens, seed + step) for step, tokens in ((0, 2), (4, 97))]
+    for step, tokens, base in (*_steps(quick, seed), *few_and_many):
         experts, top_k, inputs, outputs = EXPERTS[step % len(EXPERTS)]
         by_slot = step % 2 == 1
         x = _rows(contract, tokens * (top_k if by_slot else 1), inputs, base)

@@ -47,7 +47,9 @@ def router_facts(module: nn.Module) -> Mapping[str, Any] | None:
     top_k, experts = getattr(module, "top_k", None), getattr(module, "num_experts", None)
     if not type(module).__name__.lower().endswith("topkrouter") or weight is None:
         return None
-    if not isinstance(top_k, int) or weight.dim() != 2 or len(weight) != experts:
+    if not isinstance(top_k, int) or not isinstance(experts, int):
+        return None
+    if weight.dim() != 2 or len(weight) != experts:
         return None
     if not hasattr(module, "norm_topk_prob"):
         return None  # another kind of router (gpt_oss): the audit names what it computes
@@ -126,11 +128,9 @@ def install_router(installer: Installer, operator: Operator) -> None:
     """A router: its product, its choice, its weights."""
     module, path, tap = operator.module, operator.path, installer.tap
     routing, bias_name = operator.facts["routing"], operator.facts["bias"]
-    by_class = {
-        part: installer.site(path, op_class, part)
-        for part, op_class in
-        (("scores", "router"), ("experts", "topk"), ("weights", "topk_weights"))
-    }  # fmt: skip
+    scores, scores_choice = installer.site(path, "router", "scores")
+    choice, topk_choice = installer.site(path, "topk", "experts")
+    weights, weights_choice = installer.site(path, "topk_weights", "weights")
     names = tensor_names(module, path, installer.names)
     weight = cast(nn.Parameter, module.weight)
     own_choice = _stock_choice(module)
@@ -151,16 +151,9 @@ def install_router(installer: Installer, operator: Operator) -> None:
         return moe.topk_weights(logits.float(), chosen, routing)
 
     moe = kernel("router")
-    (scores, run_scores), (choice, run_choice), (weights, run_weights) = (
-        (site, stock if chosen == STOCK else aligned)
-        for (site, chosen), stock, aligned in zip(
-            by_class.values(),
-            (stock_logits, own_choice, stock_weights),
-            (aligned_logits, aligned_choice, aligned_weights),
-            strict=True,
-        )
-    )
-
+    run_scores = stock_logits if scores_choice == STOCK else aligned_logits
+    run_choice = own_choice if topk_choice == STOCK else aligned_choice
+    run_weights = stock_weights if weights_choice == STOCK else aligned_weights
     tap.routings[choice.name] = routing
 
     def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -64,20 +64,31 @@ def _exchange(rows: Tensor, give: list[int], take: list[int], group: Any) -> Ten
 
 
 def plan_route(chosen: Tensor, local_experts: int, group: Any = None) -> Route:
-    """Agree with the other ranks on who sends how many rows to whom. chosen: ``[T, K]``."""
+    """Agree with the other ranks on who sends how many rows to whom. chosen: ``[T, K]``.
+
+    Raises UsageError, on every rank, where shares are unequal; on one where an expert is nobody's.
+    """
     ranks = dist.get_world_size(group)
     destination = chosen.flatten() // local_experts
-    if chosen.numel() and int(destination.max()) >= ranks:
+    nobody = chosen[(destination < 0).view_as(chosen) | (destination >= ranks).view_as(chosen)]
+    sent = torch.bincount(destination.clamp(0, ranks - 1), minlength=ranks)
+    told = torch.stack((sent, torch.full_like(sent, local_experts)), 1)
+    heard = torch.empty_like(told)
+    dist.all_to_all_single(heard, told, group=group)
+    held = heard[:, 1].tolist()
+    if len(set(held)) > 1:
         raise UsageError(
-            f"expert {int(chosen.max())} belongs to no rank: {ranks} ranks hold {local_experts} "
+            f"the ranks hold {', '.join(map(str, held))} experts; use a number of ranks that "
+            "divides the experts, so that all hold the same number"
+        )
+    if len(nobody):
+        raise UsageError(
+            f"expert {int(nobody[0])} belongs to no rank: {ranks} ranks hold {local_experts} "
             "experts each; use a number of ranks that divides the experts"
         )
     order = torch.argsort(destination, stable=True)
-    sent = torch.bincount(destination, minlength=ranks)
-    received = torch.empty_like(sent)
-    dist.all_to_all_single(received, sent, group=group)
     local = (chosen.flatten() % local_experts)[order]
-    counts = sent.tolist(), received.tolist()
+    counts = sent.tolist(), heard[:, 0].tolist()
     experts = _exchange(local, *counts, group)[:, None]
     return Route(group=group, order=order, sent=counts[0], received=counts[1], experts=experts)
 
@@ -144,7 +155,8 @@ def expert_parallel(
 
     x ``[T, H]``; chosen ``[T, K]`` (experts of the whole model), weights fp32 ``[T, K]``; gate_up
     ``[E / ranks, 2 I, H]`` and down ``[E / ranks, H, I]`` of this rank. Every rank must call it,
-    also with no tokens. Raises UsageError where an expert belongs to no rank.
+    also with no tokens. Raises UsageError where ranks hold unequal numbers
+    of experts, or an expert belongs to no rank.
     """
     route = plan_route(chosen, len(gate_up), group)
     both = _FirstProduct.apply(x, gate_up, chosen.shape[1], route)

@@ -27,7 +27,7 @@ from ..contract import Contract
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError, NonFiniteError
-from ..linear import apply_chain, check, linear, scoped
+from ..linear import apply_chain, check, scoped
 from . import cpu, gpu
 
 __all__ = ["Routing", "combine", "grouped_linear", "router_logits", "topk", "topk_weights"]
@@ -82,7 +82,7 @@ class Routing:
 def router_logits(x: Tensor, weight: Tensor) -> Tensor:
     """``x[T, H]`` times ``weight[E, H]`` transposed, fp32 ``[T, E]``; fp32 or bf16 operands."""
     if x.is_cuda:
-        return linear(x, weight, out_dtype=torch.float32)
+        return gpu.router_logits(x, weight)
     check(x, weight, None, None)
     return apply_chain("router", x, weight, None)
 
@@ -194,9 +194,7 @@ def _options(routing: Routing) -> tuple[bool, bool, float, float]:
     return routing.sigmoid, routing.normed, routing.eps, routing.scale
 
 
-def _check_device(
-    op: str, *tensors: Tensor, contracts: Mapping[torch.dtype, Contract]
-) -> None:
+def _check_device(op: str, *tensors: Tensor, contracts: Mapping[torch.dtype, Contract]) -> None:
     """Tensors that this operator has a contract for, on the CPU or a GPU."""
     if tensors[0].is_cuda:
         gpu.check(op, *tensors)

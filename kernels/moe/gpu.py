@@ -26,7 +26,8 @@ from ..dispatch import choose
 from ..gpu.device import require
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu_gemm
-from ..linear.gpu import head
+from ..linear.gpu import check as check_linear
+from ..linear.gpu import head, linear_grad_op
 from . import gpu_launch as launch
 
 _HERE = "zeromismatch.kernels.moe.gpu:"
@@ -54,8 +55,11 @@ def grouped_linear_grad(
     d_x = d_slots.unflatten(0, chosen.shape)
     d_x = launch.combine(d_x, None, x.dtype) if x.dim() == 2 else d_x.to(x.dtype)
     total = out
-    if total is None:
-        total = torch.empty(weight.shape, dtype=torch.float32, device=x.device)
+    if total is None:  # one block is rounded where it is computed: fp32 would be moved twice
+        one = initial is None and len(chosen) <= launch.TOKEN_BLOCK
+        total = torch.empty(
+            weight.shape, dtype=weight.dtype if one else torch.float32, device=x.device
+        )
     if initial is not None and initial is not total:
         total.copy_(initial)
     launch.grouped_weight(grad, rows, chosen, len(weight), total, accumulate=initial is not None)
@@ -167,6 +171,30 @@ COMBINE_GRADIENT = register_gpu(
 )  # fmt: skip
 
 Options = tuple[bool, bool, float, float]
+
+
+@torch.library.custom_op("zeromismatch::router", mutates_args=())
+def router_op(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 [T, E]; gradients are those of a linear layer, the logits' rounded to the operands'."""
+    return choose(serving(ROUTER, "router", x.dtype)).run(x, weight)
+
+
+@router_op.register_fake
+def _(x: Tensor, weight: Tensor) -> Tensor:
+    return x.new_empty(len(x), len(weight), dtype=torch.float32)
+
+
+def _keep_router(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _grad_router(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    wanted = [*ctx.needs_input_grad, False]
+    d_x, d_weight, _ = linear_grad_op(grad, *ctx.saved_tensors, grad.dtype, wanted)
+    return d_x if wanted[0] else None, d_weight if wanted[1] else None
+
+
+router_op.register_autograd(_grad_router, setup_context=_keep_router)
 
 
 @torch.library.custom_op("zeromismatch::topk", mutates_args=())
@@ -296,6 +324,12 @@ def _grad_combine(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 combine_op.register_autograd(_grad_combine, setup_context=_keep_grouped)
+
+
+def router_logits(x: Tensor, weight: Tensor) -> Tensor:
+    """fp32 [T, E] by the router's own contract."""
+    check_linear(x, weight, None, torch.float32)
+    return router_op(x.contiguous(), weight)
 
 
 def check(op: str, *tensors: Tensor) -> None:

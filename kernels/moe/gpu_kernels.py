@@ -5,7 +5,8 @@ computes one tile of rows of one expert, with the single ascending chain of GEMM
 (``linear/gpu_kernels.py``). Which slots share a tile is schedule.
 
 Scores are exp2 of fp32 logits, their sum is ``row_sum`` over the padded row (zeros are exact); the
-choice is K times the largest value, lowest index first.
+choice is K times the largest value, lowest index first. A row with a logit that is not finite gets
+weights of NaN, whatever was chosen.
 
 Legend: T tokens, E experts (W padded), K slots per token, S = T K slots, H width, NI inputs, N
 outputs of an expert, G groups.
@@ -74,6 +75,7 @@ def topk_kernel(
         v = tl.where(allowed > 0, v, float("-inf"))
     for k in tl.static_range(K):
         _, at = _largest(v, lanes, W)
+        at = tl.minimum(at, E - 1)  # a row of NaN has no largest
         tl.store(chosen_ptr + rows * K + k, at.to(tl.int64), mask=rows < T)
         v = tl.where(lanes == at[:, None], float("-inf"), v)
 
@@ -103,12 +105,14 @@ def topk_weights_kernel(
         total = total + _at(p, at, lanes)
     total = total + eps
     if not BACKWARD:
+        unfit = tl.max(tl.where(inside & (tl.abs(z) < float("inf")), 0, inside.to(tl.int32)), 1)
         for k in tl.static_range(K):
             at = tl.load(chosen_ptr + rows * K + k, mask=live, other=0).to(tl.int32)
             w = _at(p, at, lanes)
             if NORMED:
                 w = tl.math.div_rn(w, total)
-            tl.store(weights_ptr + rows * K + k, w * scale, mask=live)
+            w = tl.where(unfit > 0, float("nan"), w * scale)
+            tl.store(weights_ptr + rows * K + k, w, mask=live)
     else:
         mean = tl.zeros((BT,), tl.float32)
         inner = tl.zeros((BT,), tl.float32)
@@ -180,11 +184,12 @@ def grouped_kernel(
     x_ptr, w_ptr, out_ptr, slots_ptr, expert_ptr, S, N, NI,
     stride_we, stride_wn, stride_wi, PER_ROW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    EVEN_I: tl.constexpr,
+    SINGLE: tl.constexpr, EVEN_I: tl.constexpr,
 ):  # fmt: skip
     """out[slot, n] = sum_i x[slot // PER_ROW, i] W[expert of the tile, n, i].
 
     slots [tiles * BM]: sorted by expert, S where padded; expert [tiles]: -1 past the end.
+    SINGLE: expert [S] of every slot, each a tile of its own.
     """
     num_n = tl.cdiv(N, BN)
     pid = tl.program_id(0)
@@ -197,7 +202,10 @@ def grouped_kernel(
     expert = tl.load(expert_ptr + tile_m)
     if expert < 0:
         return
-    slots = tl.load(slots_ptr + tile_m * BM + tl.arange(0, BM)).to(tl.int64)
+    if SINGLE:
+        slots = tl.where(tl.arange(0, BM) == 0, tile_m, S).to(tl.int64)
+    else:
+        slots = tl.load(slots_ptr + tile_m * BM + tl.arange(0, BM)).to(tl.int64)
     live = slots < S
     cols = tile_n * BN + tl.arange(0, BN)
     lanes = tl.arange(0, BK)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from zeromismatch.kernels import bits
-from zeromismatch.kernels.errors import UncoveredSiteError
+from zeromismatch.kernels.errors import ContractError, NonFiniteError, UncoveredSiteError
 from zeromismatch.model_recipes.apply import apply_plan, find_sites
 from zeromismatch.model_recipes.models import load_model
 from zeromismatch.model_recipes.plan import aligned_plan, stock_plan
@@ -61,3 +61,22 @@ def test_experts_that_run_another_way_are_refused_under_stock() -> None:
     model.config._experts_implementation = "eager"
     with pytest.raises(UncoveredSiteError, match="experts_implementation='grouped_mm'"):
         find_sites(model)
+
+
+def test_a_model_that_chooses_more_experts_than_it_has_is_refused() -> None:
+    model: Any = load_model("tiny:qwen3_moe").module
+    model.model.layers[1].mlp.gate.top_k = 17
+    with pytest.raises(ContractError, match="top-k 17 of 16 experts"):
+        find_sites(model)
+
+
+@torch.no_grad()
+def test_a_router_that_gives_nan_is_refused_by_expert_and_row(
+    sequences: list[torch.Tensor],
+) -> None:
+    model: Any = load_model("tiny:qwen3_moe").module
+    instrument = apply_plan(model, aligned_plan("float32", "cpu"))
+    model.model.layers[1].mlp.gate.weight[5, 0] = float("nan")
+    with pytest.raises(NonFiniteError, match="logit of expert 5 for row 0 is nan"):
+        model(**packed(sequences))
+    instrument.remove()

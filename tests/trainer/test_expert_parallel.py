@@ -56,6 +56,25 @@ def start(rank, ranks, folder):
     )
 
 
+def uneven(rank):
+    """What a rank hears when 8 experts are spread over 3 ranks: 3, 3 and 2."""
+    x, chosen, weights, gate_up, down, _ = layer(torch.float32)
+    mine = slice(3 * rank, min(3 * rank + 3, EXPERTS))
+    try:
+        expert_parallel(x, chosen, weights, gate_up[mine], down[mine], silu_mul)
+    except UsageError as error:
+        return str(error)
+    return "accepted"
+
+
+def uneven_worker(rank, ranks, folder):
+    start(rank, ranks, folder)
+    try:
+        Path(f"{folder}/{rank}.txt").write_text(uneven(rank))
+    finally:
+        dist.destroy_process_group()
+
+
 def worker(rank, ranks, folder):
     torch.set_num_threads(1)
     start(rank, ranks, folder)
@@ -90,3 +109,10 @@ def test_one_rank_has_the_bits_of_plain_experts_and_foreign_experts_are_refused(
 def test_ranks_have_the_bits_of_one_process(tmp_path: Path, ranks):
     mp.spawn(worker, (ranks, str(tmp_path)), nprocs=ranks)
     check([torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)])
+
+
+@pytest.mark.slow
+def test_experts_that_the_ranks_do_not_divide_are_refused_by_every_rank(tmp_path: Path):
+    mp.spawn(uneven_worker, (3, str(tmp_path)), nprocs=3)
+    for rank in range(3):
+        assert "hold 3, 3, 2 experts" in (tmp_path / f"{rank}.txt").read_text()

@@ -29,6 +29,14 @@ def routing() -> None:
             reference.topk_weights(z, chosen, *options),
             1e-5,
         )
+        for odd in (float("nan"), float("inf"), -float("inf")):
+            ill = z.clone()
+            ill[4, 2] = odd
+            picked = launch.topk(ill, bias, top_k, groups, kept, sigmoid)
+            assert int(picked.min()) >= 0
+            assert int(picked.max()) < experts
+            weights = launch.topk_weights(ill, picked, sigmoid, False, 0.0, 1.0)
+            assert torch.isnan(weights).all(1).nonzero().flatten().tolist() == [4]
         d = torch.randn(11, top_k)
         near(
             launch.topk_weights_grad(d, z, chosen, *options),

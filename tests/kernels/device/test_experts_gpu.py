@@ -65,6 +65,7 @@ def test_grouped_products_have_the_bits_of_the_dense_class(dtype, tokens, load):
     if load == "one expert":
         chosen = torch.tensor([[7, 0, 1, 2]], device="cuda").repeat(tokens, 1)
     weight = noise(experts, outputs, inputs, dtype=dtype, seed=2)
+    spread = torch.cat((weight, weight))  # so many experts that slots are not sorted
     for x in (noise(tokens, inputs, dtype=dtype), noise(tokens, top_k, inputs, dtype=dtype)):
         wanted = gpu.reference_grouped(x, chosen, weight)
         tiles = [None, launch.FP32]
@@ -72,6 +73,7 @@ def test_grouped_products_have_the_bits_of_the_dense_class(dtype, tokens, load):
             tiles += [launch.LARGE, launch.REFERENCE, *(tile for _, tile in launch.TILES)]
         for tile in tiles:
             assert bits.equal(gpu.grouped_linear(x, chosen, weight, tile=tile), wanted), tile
+        assert bits.equal(gpu.grouped_linear(x[:1], chosen[:1], spread), wanted[:1]), "unsorted"
         for part in parts(tokens):
             got = gpu.grouped_linear(x[part].contiguous(), chosen[part].contiguous(), weight)
             assert bits.equal(got, wanted[part].contiguous())

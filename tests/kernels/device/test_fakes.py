@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
+from zeromismatch.kernels import moe
 from zeromismatch.kernels.attention import packed_attention
 from zeromismatch.kernels.convolution import new_convolution_cache, paged_convolution
 from zeromismatch.kernels.embedding import embedding
@@ -57,6 +58,15 @@ def _convolve(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
     return paged_convolution(x, x.new_empty(H, 4), None, "silu", cache, _rows())
 
 
+def _experts(x: Tensor, w: Tensor, ids: Tensor) -> Tensor:
+    routing = moe.Routing(num_experts=H, top_k=4, scoring="softmax", normed=True)
+    stack = x.new_empty(H, H, H)
+    logits = moe.router_logits(x, w)
+    chosen = moe.topk(logits, routing)
+    y = moe.grouped_linear(moe.grouped_linear(x, chosen, stack), chosen, stack)
+    return moe.combine(y, moe.topk_weights(logits, chosen, routing))
+
+
 CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[int, ...]]] = {
     "linear": (lambda x, w, ids: linear(x, w, _vector()), (T, H)),
     "lm_head": (lambda x, w, ids: lm_head(x, w), (T, H)),
@@ -69,6 +79,7 @@ CASES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], Tensor], tuple[int, ..
     "rotary": (lambda x, w, ids: apply_rotary(x.view(T, 1, H), *_tables()), (T, 1, H)),
     "embedding": (lambda x, w, ids: embedding(ids, w), (T, H)),
     "attention": (_attend, (T, 2, H // 2)),
+    "experts": (_experts, (T, H)),
     "recurrence": (_recur, (T, 2, H // 2)),
     "convolution": (_convolve, (T, H)),
     "logprob": (lambda x, w, ids: logprob(x.float(), ids), (T,)),
@@ -93,7 +104,7 @@ def test_gradient_operators_have_fakes() -> None:
     with FakeTensorMode():
         x, w = (torch.empty(n, H, dtype=torch.bfloat16, device="cuda") for n in (T, H))
         ids = torch.empty(T, dtype=torch.int64, device="cuda")
-        row = torch.empty(T, device="cuda")
+        row, kept = torch.empty(T, device="cuda"), torch.empty(0, T, 4, device="cuda")
         start = torch.empty(3, dtype=torch.int32, device="cuda")
         ops = torch.ops.zeromismatch
         heads, lse = x.view(T, 2, H // 2), torch.empty(2, T, device="cuda")
@@ -104,7 +115,7 @@ def test_gradient_operators_have_fakes() -> None:
             "embedding": (ops.embedding_grad(x, ids, V, torch.bfloat16),),
             "logprob": (ops.logprob_grad(x.float(), ids, row, row, row, row),),
             "head": ops.lm_head_logprob_grad(
-                row, x, w, ids, None, row, row, row, [True, True, False]
+                row, x, w, ids, None, row, row, row, kept, [True, True, False]
             ),
             "attention": ops.packed_attention_grad(
                 heads, heads, heads, heads, heads, lse, start, 1.0, 0, 0.0

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import (
 
 from ....model_recipes.bindings import kernel
 from ....model_recipes.rope import frequencies
+from .experts import AlignedMoeBlock, Qwen3MoeSparseMoeBlock
 from .operators import OPERATORS
 
 
@@ -122,9 +123,12 @@ _SWAPS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (
     (SiluAndMul, AlignedSiluAndMul),
     (RotaryEmbedding, AlignedRotary),
     (LogitsProcessor, AlignedLogits),
+    (Qwen3MoeSparseMoeBlock, AlignedMoeBlock),
 )
 METHODS = (AlignedLinearMethod, AlignedEmbeddingMethod)
 ALIGNED = tuple(aligned for _, aligned in _SWAPS)
+BLOCKS = (Qwen3MoeSparseMoeBlock,)
+"""Modules that are changed as a whole, with all that is in them."""
 
 
 def align(layer: nn.Module) -> str | None:

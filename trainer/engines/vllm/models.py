@@ -30,7 +30,11 @@ from .adoption import Adopted, adopted
 
 _SLOT = "zero_mismatch"
 _COMPUTED = frozenset(
-    ("linear", "rmsnorm", "gated", "rotary", "rotary_table", "attention", "lm_head", "logprob")
+    (
+        *("linear", "rmsnorm", "gated", "rotary", "rotary_table", "attention"),
+        *("router", "topk", "topk_weights", "grouped_linear", "combine"),
+        *("lm_head", "logprob"),
+    )
 )
 """Operator classes that the changed layers serve; the others are exact whoever computes them."""
 
@@ -113,7 +117,9 @@ def _leaves(model: nn.Module) -> list[tuple[str, nn.Module, str, nn.Module]]:
     from vllm.model_executor.layers.attention import Attention
     from vllm.model_executor.layers.rotary_embedding.common import ApplyRotaryEmb
 
-    kinds = (CustomOp, PluggableLayer, Attention)
+    from .layers import BLOCKS
+
+    kinds = (CustomOp, PluggableLayer, Attention, *BLOCKS)
     leaves: list[tuple[str, nn.Module, str, nn.Module]] = []
     for path, module in list(model.named_modules()):
         for name, child in list(module.named_children()):
@@ -164,11 +170,13 @@ def hf_tensors(model: nn.Module) -> dict[str, Tensor]:
     Padding rows of the vocabulary are left out. A tied head is listed once, as the embedding. What
     stock vLLM packed into a form of its own (on a CPU: every linear layer) is missing.
     """
+    from .experts import transformers_name
+
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         parts = fused_parts(module)
         for name, parameter in module.named_parameters(recurse=False):
-            full = f"{path}.{name}" if path else name
+            full = transformers_name(path, name) or (f"{path}.{name}" if path else name)
             tensor = parameter.detach()
             if not parts:
                 rows = getattr(module, "org_vocab_size", None)

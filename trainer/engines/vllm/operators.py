@@ -17,6 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ....kernels import moe
 from ....kernels.gated import silu_mul
 from ....kernels.linear import linear
 from ....kernels.logprob import lm_head
@@ -84,6 +85,18 @@ def _silu_mul_fake(gate_up: Tensor) -> Tensor:
     return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
 
 
+def _experts(
+    x: Tensor, router: Tensor, gate_up: Tensor, down: Tensor, top_k: int, normed: bool
+) -> Tensor:
+    routing = moe.Routing(num_experts=len(router), top_k=top_k, scoring="softmax", normed=normed)
+    rows = _padded(x)
+    logits = moe.router_logits(rows, router)
+    chosen = moe.topk(logits, routing)
+    inner = _silu_mul(moe.grouped_linear(rows, chosen, gate_up))
+    slots = moe.grouped_linear(inner, chosen, down)
+    return moe.combine(slots, moe.topk_weights(logits, chosen, routing))[: x.shape[0]]
+
+
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
@@ -103,6 +116,12 @@ _define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)",
     _add_rms_norm,
     lambda x, residual, weight, eps: _like(x, residual),
+)
+_define(
+    "experts(Tensor x, Tensor router, Tensor gate_up, Tensor down, int top_k, bool normed)"
+    " -> Tensor",
+    _experts,
+    lambda x, *_: _like(x)[0],
 )
 _define("silu_mul(Tensor gate_up) -> Tensor", _silu_mul, _silu_mul_fake)
 _define(
