@@ -10,6 +10,7 @@ by events. ``--sweep`` times other launch shapes of our products, which have the
 """
 
 import argparse
+import contextlib
 import json
 import statistics
 import time
@@ -26,6 +27,7 @@ HIDDEN, INNER, EXPERTS, TOP_K = 2048, 768, 128, 8
 TOKENS = (1, 2, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 BOTH = (512, 2048, 8192)
 Tile = launch.GroupedTile
+_OPEN = contextlib.ExitStack()
 SHAPES = (
     Tile(16, 64, 64, 4, 5), Tile(16, 64, 128, 4, 3), Tile(16, 128, 128, 4, 2),
     Tile(16, 128, 128, 4, 3), Tile(32, 128, 128, 4, 3), Tile(32, 256, 128, 8, 2),
@@ -81,6 +83,10 @@ def vllm_experts() -> tuple[Any, dict[str, Any]]:
     except ImportError as error:
         print("vLLM is not here:", error)
         return None, {"vllm": f"absent: {error}"}
+    with contextlib.suppress(Exception):  # some releases ask for a config outside an engine
+        from vllm.config import VllmConfig, set_current_vllm_config
+
+        _OPEN.enter_context(set_current_vllm_config(VllmConfig()))
     tuned = get_moe_configs(EXPERTS, INNER, None)
     facts = {
         "vllm": vllm.__version__,
@@ -146,9 +152,8 @@ def data(tokens: int, weights_of_experts: Any) -> Any:
     generator = torch.Generator("cuda").manual_seed(tokens)
     popular = torch.randn(EXPERTS, generator=generator, device="cuda") * 0.7
     z = torch.randn(tokens, EXPERTS, generator=generator, device="cuda") + popular
-    routing = moe.Routing(num_experts=EXPERTS, top_k=TOP_K, scoring="softmax", normed=True)
-    chosen = moe.topk(z, routing)
-    weights = moe.topk_weights(z, chosen, routing)
+    weights, chosen = z.softmax(-1).topk(TOP_K)
+    weights /= weights.sum(-1, keepdim=True)
     return normal(tokens, HIDDEN, seed=tokens), chosen, weights, *weights_of_experts
 
 
@@ -202,9 +207,6 @@ def swept_weights(arguments: Any) -> dict[str, float]:
 def compiled(part: int, parts: int, vllm: Any) -> None:
     """Compile a share of what is timed, so that several processes warm Triton's cache."""
     weights = stacks()
-    for tokens in TOKENS[part::parts] if vllm is not None else ():
-        x, chosen, *rest = data(tokens, weights)
-        vllm(x, chosen.to(torch.int32), *rest)
     x, chosen, _, up, down = data(64, weights)
     slots = chosen.numel()
     wide, narrow = (normal(slots, each, seed=3) for each in (2 * INNER, INNER))
@@ -217,6 +219,9 @@ def compiled(part: int, parts: int, vllm: Any) -> None:
     for tile in WEIGHT_SHAPES[part::parts]:
         out = torch.empty_like(up)
         launch.grouped_weight(wide, x, chosen, EXPERTS, out, accumulate=False, tile=tile)
+    for tokens in TOKENS[part::parts] if vllm is not None else ():
+        x, chosen, *rest = data(tokens, weights)
+        vllm(x, chosen.to(torch.int32), *rest)
     torch.cuda.synchronize()
 
 
@@ -230,16 +235,15 @@ def main() -> None:
     asked = parser.parse_args()
     began = time.perf_counter()
     vllm, facts = vllm_experts()
-    if vllm is not None:
-        from vllm.config import VllmConfig, set_current_vllm_config
-
-        context = set_current_vllm_config(VllmConfig())
-        context.__enter__()
     if asked.compile:
         part, _, parts = asked.compile.partition("/")
         return compiled(int(part), int(parts), vllm)
     rows: list[dict[str, Any]] = []
-    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **facts}
+    found: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        **facts,
+    }
 
     def keep(what: str, tokens: int, times: dict[str, float]) -> None:
         rows.append({"what": what, "tokens": tokens} | times)
@@ -252,7 +256,10 @@ def main() -> None:
         calls = {"ours": captured(ours, arguments), "grouped_mm": captured(grouped_mm, arguments)}
         if vllm is not None:  # its router gives int32
             x, chosen, *rest = arguments
-            calls["vllm"] = captured(vllm, (x, chosen.to(torch.int32), *rest))
+            try:
+                calls["vllm"] = captured(vllm, (x, chosen.to(torch.int32), *rest))
+            except Exception as error:  # noqa: BLE001  reported, and the others are measured
+                found["vllm_error"], vllm = f"{type(error).__name__}: {error}"[:500], None
         keep("forward", tokens, median_us(calls))
     for tokens in BOTH:
         arguments = data(tokens, weights)
