@@ -101,7 +101,7 @@ def reference_logprobs(
     with torch.no_grad():
         for index, request in enumerate(requests):
             progress(index, len(requests), f"fp64 {request.id}")
-            ids = torch.tensor([request.tokens])
+            ids = torch.tensor([request.tokens], device=pristine.device)
             temperature = request.sampling.temperature or 1.0
             rows = module(input_ids=ids, use_cache=False).logits[0].double() / temperature
             logprobs = torch.log_softmax(rows, dim=-1)

@@ -81,7 +81,7 @@ class ExactInputs:
             return self._keys_and_values(call)
         output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
         if call.site.op_class == "rotary":
-            sizes = torch.from_numpy(1.0 + self._seed % 97).to(output.dtype)
+            sizes = torch.from_numpy(1.0 + self._seed % 97).to(output)
             output[..., 0] = sizes.view(-1, *[1] * (output.dim() - 2))
         elif call.site.op_class != "lm_head":
             self._set_one_term(output, call.site.name)
@@ -90,19 +90,21 @@ class ExactInputs:
     def _set_one_term(self, output: Tensor, name: str) -> None:
         flat = output.view(len(output), -1)
         seed = self._seed + zlib.crc32(name.encode())
-        terms = torch.from_numpy(0.5 + (seed * 2654435761 % 2**23) / 2**24).to(flat.dtype)
-        flat[torch.arange(len(flat)), torch.from_numpy(seed % flat.shape[1])] = terms
+        terms = torch.from_numpy(0.5 + (seed * 2654435761 % 2**23) / 2**24).to(flat)
+        columns = torch.from_numpy(seed % flat.shape[1]).to(flat.device)
+        flat.scatter_(1, columns[:, None], terms[:, None])
 
     def _keys_and_values(self, call: SiteCall) -> Tensor:
         output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
         keys, values = output.chunk(2, dim=1)
-        heads = torch.arange(values.shape[1])
-        columns = torch.from_numpy(self._seed)[:, None] + HEAD_STRIDE * heads
+        device = output.device
+        heads = torch.arange(values.shape[1], device=device)
+        columns = torch.from_numpy(self._seed).to(device)[:, None] + HEAD_STRIDE * heads
         values.scatter_(2, (columns % values.shape[2])[..., None], 1.0)
-        values[torch.from_numpy(self._padding)] *= PADDING_VALUE
+        values[torch.from_numpy(self._padding).to(device)] *= PADDING_VALUE
         if self._keys == "two keys":
-            position = torch.from_numpy(self._position)
-            levels = torch.tensor([0.0, -1.0, FAR_BELOW], dtype=keys.dtype)
+            position = torch.from_numpy(self._position).to(device)
+            levels = torch.tensor([0.0, -1.0, FAR_BELOW], dtype=keys.dtype, device=device)
             keys[:, :, 0] = levels[position.clamp(max=2)][:, None]
             values[position >= 2] = 0.0
         return output

@@ -79,12 +79,13 @@ def sweep_attention(
     stock: gets stock attention on the same inputs, against itself: the red control.
     """
     lengths = [len(request.tokens) for request in requests]
-    start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    device = engines.packed.loaded.device
+    start = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     spy = Spy(PackedBatch(start))
     with torch.no_grad():
         base_model(engines.packed.instrument)(
-            input_ids=torch.tensor([[t for r in requests for t in r.tokens]]),
-            position_ids=torch.tensor([[p for length in lengths for p in range(length)]]),
+            input_ids=torch.tensor([[t for r in requests for t in r.tokens]], device=device),
+            position_ids=torch.tensor([[p for n in lengths for p in range(n)]], device=device),
             use_cache=False,
             batch=spy,
         )
@@ -141,7 +142,7 @@ def _packed(call: Attended, start: Tensor, tally: "Tally", site: str) -> None:
 
 def _gradients(call: Attended, start: Tensor, tally: "Tally", site: str) -> None:
     generator = torch.Generator().manual_seed(call.layer)
-    upstream = torch.randn(call.output.shape, generator=generator).to(call.output.dtype)
+    upstream = torch.randn(call.output.shape, generator=generator).to(call.output)
 
     def grads(at: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
         *inputs, up = given
@@ -194,14 +195,15 @@ def _scattered(call: Attended, length: int) -> tuple[KVCache, Tensor]:
     )
     cache.k.fill_(float("nan"))
     cache.v.fill_(float("nan"))
-    return cache, torch.arange(2 * pages - 1, 0, -2, dtype=torch.int32)
+    return cache, torch.arange(2 * pages - 1, 0, -2, dtype=torch.int32, device=call.k.device)
 
 
 def _step(call: Attended, cache: KVCache, table: Tensor, first: int, at: int, stop: int) -> Tensor:
-    positions = torch.arange(at, stop)
+    device = call.k.device
+    positions = torch.arange(at, stop, device=device)
     batch = AttentionBatch(
-        query_start=torch.tensor([0, stop - at], dtype=torch.int32),
-        kv_len=torch.tensor([stop], dtype=torch.int32),
+        query_start=torch.tensor([0, stop - at], dtype=torch.int32, device=device),
+        kv_len=torch.tensor([stop], dtype=torch.int32, device=device),
         block_table=table[None, : -(-stop // PAGE)].contiguous(),
         slot=table.long()[positions // PAGE] * PAGE + positions % PAGE,
     )

@@ -39,6 +39,9 @@ STOCK_RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Allowed per operator where the plan is stock and no contract states a tolerance."""
 REPEATED_TOKENS = 16
 CUTS = (1, 7, 64)
+ROWS = 130
+GPU_BLOCK = 8192
+"""Tokens whose products the GPU contract adds as one block: chains continue between two of them."""
 
 Grads = dict[str, Tensor]
 
@@ -65,7 +68,8 @@ def loss_weights(requests: Sequence[Request], seed: int) -> Tensor:
 
 def of_packed(engine: PackedEngine, requests: Sequence[Request], weights: Tensor) -> Grads:
     """Gradients of the weighted loss through the trainer's forward."""
-    loss = -(engine.logprobs(requests) * weights).sum()
+    logprobs = engine.logprobs(requests)
+    loss = -(logprobs * weights.to(logprobs.device)).sum()
     loss.backward()
     return gradients(engine.loaded)
 
@@ -73,14 +77,18 @@ def of_packed(engine: PackedEngine, requests: Sequence[Request], weights: Tensor
 def of_fp64(pristine: nn.Module, requests: Sequence[Request], weights: Tensor) -> Grads:
     """The same loss through transformers' own module in fp64, request by request."""
     module = in_fp64(pristine)
+    device = next(module.parameters()).device
     at = 0
     for request in requests:
         positions = [p for p, sampled in enumerate(request.sampled_mask) if sampled]
-        logits = module(input_ids=torch.tensor([request.tokens]), use_cache=False).logits[0]
+        logits = module(
+            input_ids=torch.tensor([request.tokens], device=device), use_cache=False
+        ).logits[0]
         rows = logits[[p - 1 for p in positions]] / (request.sampling.temperature or 1.0)
-        tokens = torch.tensor([request.tokens[p] for p in positions])
+        tokens = torch.tensor([request.tokens[p] for p in positions], device=device)
         lp = torch.log_softmax(rows, dim=-1).gather(1, tokens[:, None])[:, 0]
-        (-(lp * weights[at : at + len(positions)].double()).sum()).backward()
+        share = weights[at : at + len(positions)].to(lp)
+        (-(lp * share).sum()).backward()
         at += len(positions)
     return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
@@ -189,7 +197,8 @@ def _company(
         at = 0
         for request in requests:
             count = sum(request.sampled_mask)
-            loss = -(engine.logprobs([request]) * weights[at : at + count]).sum()
+            logprobs = engine.logprobs([request])
+            loss = -(logprobs * weights[at : at + count].to(logprobs.device)).sum()
             loss.backward()
             at += count
     finally:
@@ -212,30 +221,36 @@ def _chains(bench: Bench, found: Findings) -> None:
     bench.progress("C6: chains over tokens continued")
     config, dtype = bench.model.config, bench.model.dtype
     compared = differing = 0
-    for name, run in chains(config, dtype, 130).items():
-        whole = run(0, 130, None)
-        for stop in CUTS:
-            halves = run(stop, 130, run(0, stop, torch.zeros_like(whole)))
+    on_gpu = bench.model.device.type == "cuda"
+    cuts, rows = ((GPU_BLOCK,), GPU_BLOCK + ROWS) if on_gpu else (CUTS, ROWS)
+    for name, run in chains(config, dtype, rows, bench.model.device).items():
+        whole = run(0, rows, None)
+        for stop in cuts:
+            halves = run(stop, rows, run(0, stop, torch.zeros_like(whole)))
             compared += 1
             differing += not bits.equal(whole, halves)
             if not bits.equal(whole, halves):
                 found.notes.append(f"{name} cut at {stop} differs from the whole")
-    found.part("weight gradients, continued at any token = whole", compared, differing, "tensors",
+    where = f"between blocks of {GPU_BLOCK} tokens" if on_gpu else "at any token"
+    found.part(f"weight gradients, continued {where} = whole", compared, differing, "tensors",
                "linear weight and bias, embedding, norm: accumulate_into=")  # fmt: skip
 
 
 def chains(
-    config: Any, dtype: torch.dtype, rows: int
+    config: Any, dtype: torch.dtype, rows: int, device: torch.device
 ) -> dict[str, Callable[[int, int, Tensor | None], Tensor]]:
     """``run(start, stop, continued)`` per kind of weight, on fixed random rows."""
     width, inner = config.hidden_size, config.intermediate_size
     generator = torch.Generator().manual_seed(width)
 
     def noise(columns: int) -> Tensor:
-        return torch.randn(rows, columns, generator=generator).to(dtype)
+        return torch.randn(rows, columns, generator=generator).to(device, dtype)
 
     x, grad, wide = noise(width), noise(width), noise(inner)
     ids = torch.randint(0, config.vocab_size, (rows,), generator=generator) % 97
+    if rows > ROWS:  # an id's occurrences, too, are added in blocks
+        ids = torch.arange(rows) // 64 % 97
+    ids = ids.to(device)
     weight = noise(width)[0]
 
     def linear(start: int, stop: int, continued: Tensor | None) -> Tensor:

@@ -34,7 +34,8 @@ class Learner:
     def step(self, requests: Sequence[Request], weights: Tensor) -> None:
         """One update; ``weights`` has one entry per sampled token."""
         self.optimiser.zero_grad(set_to_none=True)
-        loss = -(self.engines.packed.logprobs(requests) * weights).sum()
+        logprobs = self.engines.packed.logprobs(requests)
+        loss = -(logprobs * weights.to(logprobs.device)).sum()
         loss.backward()
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)

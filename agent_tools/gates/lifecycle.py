@@ -174,7 +174,7 @@ def _export(bench: Bench, found: Findings, folder: Path) -> None:
     model = bench.fresh()
     with quiet_transformers():
         cast(Any, model.module).save_pretrained(folder)
-    again = load_checkpoint(folder, dtype=model.dtype)
+    again = load_checkpoint(folder, dtype=model.dtype).to(model.device)
     wanted, got = state_digest(model.module), state_digest(again)
     odd = [name for name, digest in wanted.items() if got.get(name) != digest]
     found.part("exported and loaded, by digest", len(wanted), len(odd), "tensors",

@@ -235,7 +235,7 @@ def sweep_gradients(
     weights = [parameters[name] for name in operator.call.weights if name in parameters]
     generator = torch.Generator().manual_seed(len(names))
     upstream = torch.randn(operator.call.output.shape, generator=generator)
-    upstream = upstream.to(operator.call.output.dtype)
+    upstream = upstream.to(operator.call.output)
     arguments = (*operator.inputs.values(), upstream)
 
     def rows(*given: Tensor) -> tuple[Tensor, ...]:

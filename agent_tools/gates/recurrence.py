@@ -107,12 +107,17 @@ def moves(start: Tensor) -> list[tuple[str, Tensor, Tensor]]:
     """(what, rows in their new order, new query_start): each request alone, then all reversed."""
     bounds = list(zip(start[:-1].tolist(), start[1:].tolist(), strict=True))
     found = [
-        (f"request {index} alone", torch.arange(a, b), torch.tensor([0, b - a], dtype=torch.int32))
+        (
+            f"request {index} alone",
+            torch.arange(a, b),
+            torch.tensor([0, b - a], dtype=torch.int32, device=start.device),
+        )
         for index, (a, b) in enumerate(bounds)
     ]
     order = torch.cat([torch.arange(a, b) for a, b in reversed(bounds)])
     sizes = torch.tensor([0, *(b - a for a, b in reversed(bounds))])
-    return [*found, ("requests reversed", order, sizes.cumsum(0).to(torch.int32))]
+    turned = sizes.cumsum(0).to(start.device, torch.int32)
+    return [*found, ("requests reversed", order, turned)]
 
 
 def _rows(call: Kept, index: Tensor) -> list[Tensor | None]:
@@ -150,7 +155,7 @@ def _packed(call: Kept, start: Tensor, tally: "Tally") -> None:
 
 def _gradients(call: Kept, start: Tensor, tally: "Tally") -> None:
     generator = torch.Generator().manual_seed(call.layer.index)
-    upstream = torch.randn(call.output.shape, generator=generator).to(call.output.dtype)
+    upstream = torch.randn(call.output.shape, generator=generator).to(call.output)
 
     def grads(at: Tensor, rows: Sequence[Tensor | None], up: Tensor) -> tuple[Tensor, ...]:
         inputs = [None if x is None else x.detach().clone().requires_grad_() for x in rows]

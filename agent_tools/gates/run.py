@@ -10,6 +10,7 @@ function; :func:`rerun` is ``zm regress``.
 
 import datetime
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, cast
@@ -169,9 +170,13 @@ def run_gate(gate: Gate, bench: Bench) -> GateResult:
     found, began = Findings(), time.perf_counter()
     try:
         gate.check(bench, found)
-    except ZeroMismatchError as error:
+    except (ZeroMismatchError, RuntimeError, ValueError, TypeError, AssertionError) as error:
         found.error = f"{type(error).__name__}: {error}"
+        if not isinstance(error, ZeroMismatchError):  # an engine broke: say where
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            found.error += f" ({Path(where.filename).name}:{where.lineno})"
     result, reason = judge(found)
+    bench.progress(f"{gate.id} {result}: {reason}")
     return GateResult(
         id=gate.id,
         title=gate.title,

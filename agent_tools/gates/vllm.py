@@ -34,6 +34,9 @@ from .load import Load
 
 CHUNKS = (7, 33)
 FEW = 3
+MAX_LEN, CACHE_GIB = 4096, 2
+FORCED = ("decode", "mixed", "prefix-hit", "preempt")
+"""Policies under which replies are forced, which the first model runner alone can do."""
 
 
 @dataclass
@@ -43,6 +46,8 @@ class VllmBench(Bench):
     def vllm(self, plan: Plan | None = None, **settings: int | bool) -> VllmEngine:
         """vLLM under a plan; the trainer's plan comes off the model for the moment."""
         self.release()
+        if self.model.device.type == "cuda":  # up to three engines live beside the trainer's models
+            settings = {"max_len": MAX_LEN, "cache_gib": CACHE_GIB} | settings
         return cast(VllmEngine, make_engine("vllm", self.model, plan or self.plan, **settings))
 
     def score(
@@ -54,6 +59,11 @@ class VllmBench(Bench):
         **settings: int | bool,
     ) -> Run:
         """Known tokens under one of vLLM's policies."""
+        plan = plan or self.plan
+        if self.model.device.type == "cuda" and (
+            plan.is_stock or policy.partition(":")[0] in FORCED
+        ):  # the second model runner takes no logits processor
+            settings = {"runner": 1} | settings
         engine = self.vllm(plan, **settings)
         scenario = Scenario(
             model=self.model.spec,
@@ -75,8 +85,8 @@ class VllmBench(Bench):
 
     @functools.cached_property
     def stock(self) -> tuple[TokenCount, TokenCount]:
-        """vLLM's own kernels on a few requests: decode against whole, and against the trainer."""
-        few = self.requests[:FEW]
+        """vLLM's own kernels on a few prompts: decode against whole, and against the trainer."""
+        few = self.prompts[:FEW]
         whole, decoded = (self.score(name, few, stock_plan()) for name in ("alone", "decode"))
         trainer = self.on(stock_plan()).pack(few)
         return compare_scored(decoded, whole), compare_scored(whole, trainer)
@@ -84,6 +94,10 @@ class VllmBench(Bench):
 
 def check_environment(bench: VllmBench, found: Findings) -> None:
     """C0: as for every engine, and the plug-in is alive in the engine that runs."""
+    if not bench.plan.is_stock:  # first, since an engine under another plan ends this one
+        bench.progress("red control: vLLM's own kernels")
+        found.notes.append(f"vLLM's own kernels: {bench.stock[1].differing} of "
+                           f"{bench.stock[1].compared} tokens differ from the trainer")  # fmt: skip
     engine = bench.vllm()
     told = engine.describe()
     trainer = bench.on().packed.describe()

@@ -4,10 +4,10 @@
     step = learner.step(trajectories)
 
 This process is rank 0. The others wait at a pipe for the name of what to do and do it together with
-rank 0 over gloo on the loopback device; when rank 0 is gone the pipe ends and so do they. A rank
-that dies, or a collective that takes longer than ``wait_seconds``, ends the run, which is resumed
-from its last checkpoint. Checkpoints are written by ``torch.distributed.checkpoint``, every rank
-its own shards.
+rank 0, over gloo on the loopback device or NCCL between GPUs; when rank 0 is gone the pipe ends and
+so do they. A rank that dies, or a collective that takes longer than ``wait_seconds``, ends the run,
+which is resumed from its last checkpoint. Checkpoints are written by
+``torch.distributed.checkpoint``, every rank its own shards.
 """
 
 import contextlib
@@ -57,6 +57,8 @@ class RankSpec:
     plan: Plan
     config: TrainConfig
     rendezvous: str
+    device: Literal["cpu", "cuda"] = "cpu"
+    """cuda: rank r on GPU r, over NCCL."""
 
 
 class Rank:
@@ -65,14 +67,20 @@ class Rank:
     def __init__(self, rank: int, spec: RankSpec, model: LoadedModel | None = None) -> None:
         if sys.platform == "linux":
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        place = spec.device
+        if place == "cuda":
+            place = f"cuda:{rank}"
+            torch.cuda.set_device(rank)
         dist.init_process_group(
-            "gloo",
+            "gloo" if spec.device == "cpu" else "nccl",
             init_method=f"file://{spec.rendezvous}",
             rank=rank,
             world_size=spec.config.ranks,
             timeout=timedelta(seconds=spec.config.wait_seconds),
         )
-        loaded = model or load_model(spec.model, dtype=spec.dtype, seed=spec.model_seed)
+        loaded = model or load_model(
+            spec.model, dtype=spec.dtype, device=place, seed=spec.model_seed
+        )
         self.shard = Shard(loaded, spec.plan, spec.config, loss_named(spec.config.loss))
         self.version = 0
 
@@ -94,7 +102,7 @@ class Rank:
 
     def weights(self) -> dict[str, Tensor]:
         """The whole tensors, gathered."""
-        return {name: _full(tensor) for name, tensor in self.shard.parameters.items()}
+        return self.shard.weights()
 
     def save(self, folder: Path) -> None:
         """Every rank its shards of weights and moments."""
@@ -167,10 +175,6 @@ def _gathered(mine: Tensor) -> list[Tensor]:
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine.detach())
     return found
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return cast(DTensor, tensor.detach()).full_tensor()
 
 
 class ShardedLearner:

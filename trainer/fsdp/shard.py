@@ -8,6 +8,9 @@ group of its own, the rest (embedding, norm, head) another. Forward inputs are n
 (``cast_forward_inputs=False``): a cast would be other numbers. All-gathered weights are the weights
 of the whole model, so the logprobs of a token have the same bits on any number of ranks.
 
+A bf16 model keeps fp32 masters in its shards; they are rounded on their way into the forward, to
+the weights that a rollout engine gets (:meth:`Shard.weights`). Gradients are summed in fp32.
+
 Gradients are summed over ranks, not averaged, since c_i = 1/(B T_i) already counts the whole
 update; the sum is taken rank by rank in ascending order, after an all-to-all, whatever the
 library's own algorithm would do. Within a rank micro-batches are added by autograd: the gradient's
@@ -24,8 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
-from ...kernels.errors import CapabilityError, UsageError
+from ...kernels.errors import UsageError
 from ...model_recipes.models import LoadedModel
 from ...model_recipes.plan import Plan
 from ..engines.base import Request
@@ -77,16 +81,16 @@ class Shard:
     """See the module. ``dist`` must be initialised, and every rank must hold the same model."""
 
     def __init__(self, model: LoadedModel, plan: Plan, config: TrainConfig, loss: Loss) -> None:
-        if model.dtype != torch.float32:
-            raise CapabilityError(
-                f"a sharded learner holds fp32 weights, this model is {model.dtype}; use one rank, "
-                "or a recipe for float32"
-            )
         self.model, self.config, self.loss = model, config, loss
+        self.dtype = model.dtype
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         self.engine = PackedEngine(model, plan)
         self.forward = _Forward(self.engine)
-        policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+        for parameter in model.module.parameters():
+            parameter.data = parameter.data.float()  # the master; the plan was applied before
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
         for layer in cast(Any, model.module).base_model.layers:
             fully_shard(layer, mp_policy=policy)
         fully_shard(self.forward, mp_policy=policy)
@@ -127,7 +131,7 @@ class Shard:
             start = first + (last - first) * index // pieces
             stop = first + (last - first) * (index + 1) // pieces
             cast(FSDPModule, self.forward).set_requires_gradient_sync(index + 1 == pieces)
-            logp = self.logprobs(trajectories[start:stop])
+            logp = self.logprobs(trajectories[start:stop]).cpu()  # where loss and batch are
             output = self.loss(part_of(batch, start, stop), logp)
             output.loss.backward()
             logps.append(logp.detach())
@@ -141,6 +145,13 @@ class Shard:
     def logprobs(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """fp32 [N] of these responses, with grad; a collective: every rank calls it."""
         return self.forward([request_of(each) for each in trajectories])
+
+    def weights(self) -> dict[str, Tensor]:
+        """The whole tensors at the model's dtype, gathered; a collective."""
+        return {
+            name: cast(DTensor, tensor.detach()).full_tensor().to(self.dtype)
+            for name, tensor in self.parameters.items()
+        }
 
     def _pieces(self, trajectories: Sequence[Trajectory]) -> int:
         """Micro-batches, the same number on every rank (each is a collective)."""

@@ -79,28 +79,44 @@ class LiveWeights:
             if name not in tensors or tensors[name].data_ptr() != place
         ]
 
-    def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
-        """Check a complete set of weights; UsageError for a missing, foreign or unfit tensor."""
+    def empty_copy(self) -> dict[str, Tensor]:
+        """Room for a complete set of weights, contiguous, of the live tensors' kinds."""
+        return {
+            name: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+            for name, tensor in self._live.items()
+        }
+
+    def require_fit(self, kinds: Mapping[str, tuple[str, tuple[int, ...]]], version: int
+                    ) -> None:  # fmt: skip
+        """UsageError unless these (dtype, shape) by name are a newer version of the live tensors.
+
+        live.require_fit({"model.norm.weight": ("bfloat16", (576,)), ...}, 3)
+        """
         if version <= self.version:
             raise UsageError(
                 f"version {version} does not exceed the installed version {self.version}; use "
                 f"{self.version + 1} or more"
             )
-        foreign = sorted(weights.keys() - self._live.keys())
-        missing = sorted(self._live.keys() - weights.keys())
+        foreign = sorted(kinds.keys() - self._live.keys())
+        missing = sorted(self._live.keys() - kinds.keys())
         if foreign or missing:
             what = f"no tensor {foreign[0]!r}" if foreign else f"needs {missing[0]!r}"
             raise UsageError(
                 f"{len(foreign)} foreign and {len(missing)} missing tensor(s): the model "
                 f"{what}; publish exactly its own weights"
             )
-        for name, tensor in weights.items():
-            live = self._live[name]
-            if (tensor.shape, tensor.dtype) != (live.shape, live.dtype):
+        for name, given in kinds.items():
+            live = described(self._live[name])
+            if given != live:
                 raise UsageError(
-                    f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the reader's is "
-                    f"{live.dtype} {tuple(live.shape)}; convert it before publishing"
+                    f"tensor {name!r} is {given[0]} {given[1]}, the reader's is {live[0]} "
+                    f"{live[1]}; convert it before publishing"
                 )
+
+    def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
+        """Check a complete set of weights; UsageError for a missing, foreign or unfit tensor."""
+        self.require_fit({name: described(each) for name, each in weights.items()}, version)
+        for name, tensor in weights.items():
             bits.check_finite(tensor, name)
         digests = _digests(weights)
         publish = Publish(version=version, digest=weights_root(digests))
@@ -169,6 +185,11 @@ def _late(offer: Offer) -> BudgetError:
         f"publishing version {offer.publish.version} took longer than it may; the old version "
         "serves on: raise the limit, or find out what holds the device"
     )
+
+
+def described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
+    """(dtype, shape), as they are offered."""
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
 def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:

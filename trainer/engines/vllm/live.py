@@ -36,13 +36,22 @@ _LIVE: dict[Any, "LiveEngine"] = {}
 
 
 def live_engine(loaded: LoadedModel, plan: Plan, settings: Settings) -> "LiveEngine":
-    """The running vLLM for a model, plan and settings: kept, since starting one takes a minute."""
-    key = (loaded.spec, loaded.weights_root, loaded.dtype, loaded.device, plan.digest, settings)
-    kept = _LIVE.get(key)
-    if kept is None or kept.root != loaded.weights_root:  # other weights were published into it
+    """The running vLLM for a model, plan and settings: kept, since starting one takes a minute.
+
+    Engines of one model and plan live side by side, one for each settings. Another plan ends them
+    all: vLLM takes its process-wide state down with the first engine that is shut down, and what
+    replaces its logprobs serves the whole process.
+    """
+    of = (loaded.spec, loaded.weights_root, loaded.dtype, loaded.device, plan.digest)
+    kept = _LIVE.get((of, settings))
+    if kept is not None and kept.root != loaded.weights_root:  # other weights were published
+        kept = None
         forget_engines()
-        _LIVE[key] = LiveEngine(loaded, plan, settings)
-    return _LIVE[key]
+    if any(other != of for other, _ in _LIVE):
+        forget_engines()
+    if kept is None:
+        _LIVE[of, settings] = LiveEngine(loaded, plan, settings)
+    return _LIVE[of, settings]
 
 
 def forget_engines() -> None:

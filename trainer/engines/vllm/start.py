@@ -14,6 +14,7 @@ from ....kernels.attention import PAGE
 from ....model_recipes import smollm2, tiny
 from ....model_recipes.models import LoadedModel
 from ....model_recipes.plan import Plan
+from . import compat
 from .adoption import adoption
 from .record import Recorder, recording_scheduler
 
@@ -26,7 +27,7 @@ class Settings:
 
     eager: no compilation, no CUDA graphs; needed for tracing. runner: vLLM's first or second model
     runner; None leaves the choice to vLLM. blocks: cache blocks, cache_gib: their size; None takes
-    what half the GPU has room for.
+    a quarter of what the GPU has free, 6 GiB at most: other engines and the trainer need room.
     """
 
     eager: bool = False
@@ -48,6 +49,7 @@ def prepare_process(device: torch.device, settings: Settings) -> None:
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(settings.runner - 1)
     else:
         os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+    compat.read_environment_again()
     if device.type == "cpu":
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
         os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")
@@ -66,14 +68,15 @@ def construct(
         from .forced import ForcedTokens
 
         options["logits_processors"] = [ForcedTokens]
-    if settings.cache_gib is not None and not on_cpu:
-        options["kv_cache_memory_bytes"] = settings.cache_gib << 30
+    if not on_cpu:
+        free = torch.cuda.mem_get_info(loaded.device)[0]
+        asked = None if settings.cache_gib is None else settings.cache_gib << 30
+        options["kv_cache_memory_bytes"] = asked or min(free // 4, 6 << 30)
+        options["gpu_memory_utilization"] = 0.1  # what must be free at least
     if settings.blocks is not None:
         options["num_gpu_blocks_override"] = settings.blocks
     if on_cpu:  # a prefix is hit in whole blocks: as small as the backend allows
         options["block_size"] = STOCK_CPU_BLOCK if plan.is_stock else PAGE
-    else:
-        options["gpu_memory_utilization"] = 0.5 if settings.cache_gib is None else 0.1
     limit = int(loaded.config.max_position_embeddings)
     return LLM(
         checkpoint(loaded, folder),
