@@ -45,6 +45,8 @@ class AlignedMoeBlock(Qwen3MoeSparseMoeBlock):
 
     def unfit(self) -> str | None:
         """Why this block cannot be served, or None; its weights stay unpacked from here on."""
+        from .layers import align
+
         experts = cast(Any, self.experts).routed_experts
         activation = getattr(experts.activation, "value", experts.activation)
         stacks = (experts.w13_weight.shape, experts.w2_weight.shape)
@@ -69,6 +71,8 @@ class AlignedMoeBlock(Qwen3MoeSparseMoeBlock):
             )
             if present
         ]  # fmt: skip
+        packed = align(self.gate)
+        unusual += [] if packed is None else [f"a router that is {packed}"]
         if unusual:
             return f"a mixture of experts with {', '.join(unusual)}"
         experts.quant_method.__class__ = AlignedExpertsMethod
