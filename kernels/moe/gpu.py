@@ -27,7 +27,7 @@ from ..gpu.device import require
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu_gemm
 from ..linear.gpu import check as check_linear
-from ..linear.gpu import head, linear_grad_op
+from ..linear.gpu import grad_weight, head, linear_grad_op
 from . import gpu_launch as launch
 
 _HERE = "zeromismatch.kernels.moe.gpu:"
@@ -189,8 +189,13 @@ def _keep_router(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _grad_router(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight = ctx.saved_tensors
     wanted = [*ctx.needs_input_grad, False]
-    d_x, d_weight, _ = linear_grad_op(grad, *ctx.saved_tensors, grad.dtype, wanted)
+    chain = chain_of(weight, "router") if wanted[1] else None
+    if chain is not None:
+        grad_weight(grad, x, chain, None)
+        wanted[1] = False
+    d_x, d_weight, _ = linear_grad_op(grad, x, weight, grad.dtype, wanted)
     return d_x if wanted[0] else None, d_weight if wanted[1] else None
 
 
@@ -274,9 +279,7 @@ def grouped_grad_op(
 ) -> tuple[Tensor, Tensor]:
     """(dX, dW)."""
     run = choose(serving(GROUPED_GRADIENT, "grouped_linear_grad", x.dtype)).run
-    chain = chain_of(weight, "grouped_linear")
-    d_x, d_weight = run(grad.contiguous(), x, chosen, weight, chain, chain)
-    return d_x, weight.new_empty(0) if chain is not None else d_weight
+    return run(grad.contiguous(), x, chosen, weight)
 
 
 @grouped_grad_op.register_fake
@@ -289,8 +292,13 @@ def _keep_grouped(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _grad_grouped(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    d_x, d_weight = grouped_grad_op(grad, *ctx.saved_tensors)
-    return d_x, None, d_weight if d_weight.numel() else None
+    x, chosen, weight = ctx.saved_tensors
+    chain = chain_of(weight, "grouped_linear") if ctx.needs_input_grad[2] else None
+    if chain is not None:  # it is continued where it lies: nothing that could be traced
+        run = choose(serving(GROUPED_GRADIENT, "grouped_linear_grad", x.dtype)).run
+        return run(grad.contiguous(), x, chosen, weight.detach(), chain, chain)[0], None, None
+    d_x, d_weight = grouped_grad_op(grad, x, chosen, weight)
+    return d_x, None, d_weight
 
 
 grouped_op.register_autograd(_grad_grouped, setup_context=_keep_grouped)
