@@ -343,7 +343,9 @@ def _forward_backward(
         return time.perf_counter() * 1e3
 
     module.zero_grad(set_to_none=True)
-    chosen = contextlib.nullcontext() if backend is None else sdpa_kernel(SDPBackend[backend])
+    chosen = (
+        contextlib.nullcontext() if backend is None else sdpa_kernel(getattr(SDPBackend, backend))
+    )
     with chosen:
         began = now()
         logprobs = forward()
