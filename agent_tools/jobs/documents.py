@@ -15,6 +15,13 @@ from ..repro import Repro
 AnyRepro = Repro | WholeRepro
 
 
+class Fetched(TypedDict):
+    """``zm fetch``."""
+
+    model: str
+    folder: str
+
+
 class Inspection(TypedDict):
     """``zm inspect``."""
 

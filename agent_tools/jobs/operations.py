@@ -141,6 +141,11 @@ OPERATIONS = {
             function="commands.project:inspect", result="jobs.documents:Inspection", quick=True,
         ),
         Operation(
+            name="fetch", title="The default model as a checkpoint in the workspace",
+            function="commands.project:fetch", result="jobs.documents:Fetched", folder=True,
+            limit_seconds=900.0,
+        ),
+        Operation(
             name="localize", title="Name the operators whose bits differ",
             function="commands.measure:localize", result="records:Divergence", folder=True,
         ),

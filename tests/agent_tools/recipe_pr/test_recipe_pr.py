@@ -71,6 +71,7 @@ def test_the_text_holds_every_part_that_a_reviewer_needs(repository: Path, recip
                     "Rollback"):  # fmt: skip
         assert f"\n## {heading}\n" in text, heading
     assert "No gate report came with this recipe" in text
+    assert "| rmsnorm | `rmsnorm.lanes16.float32.cpu.v1` |" in text
     assert "- [ ] Rotary tables are computed in fp64" in text
     assert "zm recipe verify model_recipes/tiny/qwen3" in text
     assert "e9c73eabdf665747fef4569047a4231f" in text

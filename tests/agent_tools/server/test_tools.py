@@ -7,6 +7,7 @@ from typing import Any
 
 import anyio
 import pytest
+import typer
 from mcp import Client
 
 from zeromismatch.agent_tools import cli
@@ -38,6 +39,18 @@ async def test_every_operation_is_a_described_tool(server: ToolServer, era: str)
     assert listed["job_cancel"].annotations.destructive_hint
     assert listed["list_runs"].annotations.read_only_hint
     assert not listed["align"].annotations.read_only_hint
+
+
+def test_every_command_of_the_design_is_a_tool():
+    """All but the server itself, ticks, and what a shell has other words for."""
+    group = typer.main.get_command(cli.app)
+    found: set[str] = set()
+    for name, command in group.commands.items():
+        inner = getattr(command, "commands", None)
+        found |= {f"{name}_{each}" for each in inner} if inner else {name}
+    renamed = {"runs": "list_runs", "job_show": "job_result"}
+    tools = {renamed.get(name.replace("-", "_"), name.replace("-", "_")) for name in found}
+    assert tools - {"serve", "recipe_tick"} == set(OPERATIONS)
 
 
 def test_what_only_a_person_may_accept_is_not_offered():
