@@ -2,13 +2,18 @@
 
 # ruff: noqa: B023  (every closure is run before its loop goes on)
 
+import importlib
+
 import torch
 import torch.nn.functional as F
 from gpu_measure import HEADS, KV_HEADS, SIZE, Call, Row, eager_median, medians, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from zeromismatch.kernels.attention import gpu as attention
+from zeromismatch.kernels.attention import gpu_flash3 as flash3
 from zeromismatch.kernels.attention.batch import PAGE, KVCache
+from zeromismatch.kernels.attention.gpu_split import Way, split
+from zeromismatch.kernels.attention.gpu_table import Shape
 
 
 def packed(length: int) -> tuple[torch.Tensor, ...]:
@@ -34,6 +39,19 @@ def prefill(_: float) -> list[Row]:
         q, k, v, start = packed(length)
         stock = stock_heads(q, k, v)
         row: Row = {"length": length}
+        if flash3.missing() is None:
+            library = importlib.import_module("vllm.vllm_flash_attn").flash_attn_varlen_func
+
+            def stock_flash3() -> None:  # as vLLM calls it, splits by its own heuristic
+                library(
+                    q, k, v, cu_seqlens_q=start, cu_seqlens_k=start, max_seqlen_q=length,
+                    max_seqlen_k=length, softmax_scale=SIZE**-0.5, causal=True, fa_version=3,
+                )  # fmt: skip
+
+            def adopted() -> None:
+                flash3.packed_op(q, k, v, start, SIZE**-0.5)
+
+            row["flash3_ms"], row["adopted_ms"] = medians([stock_flash3] * 2, [adopted] * 2)
         ours: list[Call] = [
             lambda: attention.packed_attention_op(q, k, v, start, SIZE**-0.5, 0, 0.0, None)
         ] * 2
@@ -48,6 +66,21 @@ def prefill(_: float) -> list[Row]:
         row["ours_tflops"] = 2 * length**2 * SIZE * HEADS / row["ours_ms"] / 1e9
         rows.append(row)
     return rows
+
+
+def ways(batch: int) -> dict[str, Way]:
+    """Ways of the split to time beside the one taken: shapes, phases, overlapped launches."""
+    found: dict[str, Way] = {}
+    for warps, stages, per_sm in ((4, 2, 3), (4, 2, 2), (8, 2, 2), (4, 3, 1), (8, 3, 1)):
+        shape = Shape(16, warps, stages, per_sm)
+        for overlap in (False, True) if (warps, stages) == (4, 2) else (True,):
+            name = f"{warps} warps, {stages} stages, {per_sm} each{', overlapped' * overlap}"
+            found[name] = Way(shape=shape, dependent=overlap)
+        if batch == 1 and per_sm != 2:
+            for columns in (16, 32, 64):
+                name = f"{warps} warps, {stages} stages, phases of {columns}"
+                found[name] = Way(shape=shape, columns=columns)
+    return found
 
 
 def decode(bandwidth: float) -> list[Row]:
@@ -112,6 +145,15 @@ def decode(bandwidth: float) -> list[Row]:
             )
 
         (ms,) = medians([run] * 4)
+        lists = (work.split_start, work.chunks, work.few, (SIZE**-0.5, 0, 0.0, None))
+        index, others = (start, kv_len, table), ways(batch)
+        o, lse = torch.empty_like(q), torch.empty(HEADS, batch, device="cuda")
+        lists = (q, cache.k, cache.v, o, lse, index, *lists)
+        timed = medians(*([lambda way=way: split(*lists, way=way)] * 4 for way in others.values()))
+        us = {name: 1e3 * each for name, each in zip(others, timed, strict=True)}
+        if flash3.missing() is None:
+            adopted = (q, cache.k, cache.v, start, kv_len, table, 0, work.few, SIZE**-0.5)
+            us["flash3"] = 1e3 * medians([lambda: flash3.paged_op(*adopted)] * 4)[0]
         read = 4 * sum(lengths) * KV_HEADS * SIZE
         rows.append(
             {
@@ -119,6 +161,7 @@ def decode(bandwidth: float) -> list[Row]:
                 "length": length,
                 "skewed": skewed,
                 "ours_us": ms * 1e3,
+                "ways_us": us,
                 "share_of_copy": read / ms / 1e6 / bandwidth,
             }
         )

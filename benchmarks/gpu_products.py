@@ -9,7 +9,7 @@ from gpu_measure import BF16, VOCABULARY, Row, eager_median, medians, randn
 
 from zeromismatch.kernels.linear import gpu_gemm as linear
 from zeromismatch.kernels.linear.gpu_table import Tile, tile_for
-from zeromismatch.kernels.logprob import gpu as logprob
+from zeromismatch.kernels.logprob import gpu_head as logprob
 
 LAYERS = {
     "Qwen3-1.7B qkv": (4096, 2048),

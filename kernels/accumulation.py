@@ -12,7 +12,9 @@ place, the fp32 chains that earlier micro-batches left, and hands autograd nothi
 
 A weight with two uses (an embedding that is also the head) has a chain for each; they are added at
 the end in the order of their names. An operator that does not know this module leaves its gradient
-in ``.grad``, which is added last: then the split does matter. One weight used twice by the same
+in ``.grad``, which is added last: then the split does matter. On a GPU weights of products continue
+in whole blocks of tokens (``linear/gpu.py``), and norms and embeddings add a finished sum for each
+micro-batch: fp32 all the way, but the split shows. One weight used twice by the same
 operator within a micro-batch would interleave two chains, and is refused.
 """
 
@@ -27,12 +29,13 @@ from .errors import CapabilityError
 
 
 class _Active(threading.local):
-    """Backward runs in the thread that calls it: each thread has its own."""
+    """A CPU's backward runs in the thread that calls it: each thread has its own."""
 
     accumulators: "Accumulators | None" = None
 
 
 _ACTIVE = _Active()
+_EVERYWHERE: list["Accumulators"] = []
 
 
 class Accumulators:
@@ -49,9 +52,11 @@ class Accumulators:
         """Backward passes in this block continue the chains."""
         self._used.clear()
         before, _ACTIVE.accumulators = _ACTIVE.accumulators, self
+        _EVERYWHERE.append(self)
         try:
             yield
         finally:
+            _EVERYWHERE.remove(self)
             _ACTIVE.accumulators = before
 
     def chain(self, weight: Tensor, use: str) -> Tensor | None:
@@ -96,4 +101,9 @@ class Accumulators:
 def chain_of(weight: Tensor, use: str) -> Tensor | None:
     """The chain that a backward continues for ``weight``, or None: return the gradient then."""
     active = _ACTIVE.accumulators
-    return None if active is None else active.chain(weight, use)
+    if active is not None:
+        return active.chain(weight, use)
+    if weight.is_cuda:  # its backward runs in a thread of the device; the weight names its owner
+        chains = (each.chain(weight, use) for each in list(_EVERYWHERE))
+        return next((chain for chain in chains if chain is not None), None)
+    return None

@@ -304,3 +304,5 @@ for _dtype in ("float32", "bfloat16"):
 for _dtype in ("float32", "bfloat16", "float16"):
     register_stock(f"gemm.L.{_dtype}.sm90.v1", cases_gpu.stock_gemm)
     register_stock(f"attention.split1024.{_dtype}.sm90.v1", cases_gpu.stock_attention)
+for _dtype in ("bfloat16", "float16"):
+    register_stock(f"attention.flash3.{_dtype}.sm90.v1", cases_gpu.stock_attention)

@@ -48,6 +48,16 @@ FULL_SETTINGS = (
     ((1300, 3), 4, 2, 256, 0, 50.0, False),
     ((200, 90), 2, 2, 16, 0, 0.0, False),
 )
+# Plain causal attention of head size 128: more than three of the library's key tiles, and groups
+# on both sides of its limits on query rows.
+QUICK_FLASH3 = FULL_SETTINGS[0], ((513, 1, 130), 8, 1, 128, 0, 0.0, False)
+FULL_FLASH3 = (
+    *QUICK_FLASH3,
+    *((lengths, heads, kv_heads, 128, 0, 0.0, False) for lengths, heads, kv_heads in (
+        ((3300, 129), 8, 2), ((1100, 65), 7, 1), ((900, 64), 4, 4), ((2049, 16, 17), 16, 1),
+        ((1500,), 32, 8), ((127, 128, 129, 255, 256, 257, 383, 384, 385), 5, 1),
+    )),
+)  # fmt: skip
 
 
 def stock_gemm(
@@ -115,7 +125,9 @@ def logprob_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterat
 
 
 def attention(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
-    for step, setting in enumerate(QUICK_SETTINGS if quick else FULL_SETTINGS):
+    flash3 = ".flash3." in contract.id
+    few, all_of_them = (QUICK_FLASH3, FULL_FLASH3) if flash3 else (QUICK_SETTINGS, FULL_SETTINGS)
+    for step, setting in enumerate(few if quick else all_of_them):
         lengths, heads, kv_heads, dim, window, softcap, has_sinks = setting
         base = seed * 1_000_003 + 10 * step
         q, k, v = (

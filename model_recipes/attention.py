@@ -98,8 +98,9 @@ class PackedRows(WholeRequests):
                 "attention='module', or pass a batch"
             )
         return packed_attention(
-            q, k, v, self.query_start, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+            q, k, v, self.query_start, scale=scale, window=window, softcap=softcap, sinks=sinks,
+            contract=attention,
+        )  # fmt: skip
 
 
 def packed_rows(position_ids: Tensor, batch: int, tokens: int) -> PackedRows:

@@ -68,6 +68,8 @@ _NAMED = {
 }
 """Class -> the registry's operator, and how its contract's id begins where one operator has several
 formulas."""
+_ADOPTED = ("attention.flash3.",)
+"""Other contracts that a plan's rule may name; nothing takes them by themselves."""
 # Whatever the dtype of the model.
 _ALWAYS_FP32 = frozenset(
     ("rotary_table", "softcap", "logprob", "topk", "topk_weights", "recurrence_ssd",
@@ -126,7 +128,9 @@ def check_contract(
 ) -> None:
     """Raise RecipeError unless this build serves ``op_class`` here by exactly this contract."""
     offered = aligned_contract(op_class, dtype, device)
-    if offered != contract:
+    found = registry.contracts(op=op_class, device=device_kind(device), dtype=dtype_name(dtype))
+    named = [entry.id for entry in found if entry.id.startswith(_ADOPTED)]
+    if contract not in (offered, *named):
         kind = f"{dtype_name(dtype)} on {device_kind(device)}"
         raise RecipeError(
             f"contract {contract!r} does not serve {op_class} at {kind}; "

@@ -125,16 +125,20 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    contract: str | None = None,
 ) -> Tensor:
     """Attend ``q [T, H, D]`` over keys already written to the cache; ``[T, H, D]``, no autograd.
 
     window: a query sees its last ``window`` positions, itself included. softcap: scores become
     ``cap * tanh(score / cap)``. sinks: fp32 ``[H]``, a score without a value for each head.
+    contract: a plan's choice among those of this dtype and device; None is the first of them.
     """
     if cache.k.is_cuda:
         return gpu.paged_attention(
-            q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks
-        )
+            q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
+            contract=contract,
+        )  # fmt: skip
+    _check_contract(contract, q)
     _check(q, cache.kv_heads, cache.head_dim, cache.k.dtype, batch.slot.numel())
     settings = _settings(scale, window, softcap)
     run = choose(covering(cpu.CONTRACTS, q).id).run
@@ -155,6 +159,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    contract: str | None = None,
 ) -> Tensor:
     """Whole requests back to back: ``q [T, H, D]``, ``k, v [T, HK, D]``, ``query_start [B + 1]``.
 
@@ -164,8 +169,9 @@ def packed_attention(
     if q.is_cuda:
         packed = (q, k, v, query_start)
         return gpu.packed_attention(
-            *packed, scale=scale, window=window, softcap=softcap, sinks=sinks
+            *packed, scale=scale, window=window, softcap=softcap, sinks=sinks, contract=contract
         )
+    _check_contract(contract, q)
     if k.shape != v.shape or k.dim() != 3 or k.dtype != v.dtype:
         raise ContractError(
             f"k {k.dtype} {tuple(k.shape)} and v {v.dtype} {tuple(v.shape)} differ; "
@@ -201,6 +207,12 @@ def _check(q: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype, tokens: 
             f"{q.shape[1]} query heads over {kv_heads} kv heads of size {head_dim}: no contract "
             f"covers it (whole groups, sizes up to {cpu.MAX_HEAD_DIM}); keep this attention stock"
         )
+
+
+def _check_contract(contract: str | None, q: Tensor) -> None:
+    offered = covering(cpu.CONTRACTS, q).id
+    if contract not in (None, offered):
+        raise ContractError(f"no attention contract {contract} for {q.dtype} here; name {offered}")
 
 
 def _settings(scale: float, window: int | None, softcap: float | None) -> tuple[float, int, float]:

@@ -25,8 +25,10 @@ from ..errors import ContractError, NotCertifiedError
 from ..gpu.device import NAMES, aligned, require
 from ..gpu.register import ARCHITECTURE
 from ..taps import tapped
+from . import gpu_flash3 as flash3
 from .batch import PAGE, AttentionBatch, KVCache
-from .gpu_launch import LOG2E, backward, hopper, hopper_serves, split, walk
+from .gpu_launch import LOG2E, backward, hopper, hopper_serves, walk
+from .gpu_split import split
 from .gpu_step import (
     Work,
     new_cache,
@@ -231,6 +233,30 @@ def _grad(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
 packed_attention_op.register_autograd(_grad, setup_context=_keep)
 
 
+def _keep_flash3(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _grad_flash3(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, start, o, lse = ctx.saved_tensors
+    return *packed_attention_grad_op(do, q, k, v, o, lse, start, ctx.scale, 0, 0.0)[:3], None, None
+
+
+flash3.packed_op.register_autograd(_grad_flash3, setup_context=_keep_flash3)
+
+
+def _adopted(contract: str | None, dtype: torch.dtype) -> bool:
+    """Whether a plan's contract is the adopted one; None is our own."""
+    known = (contract_id(dtype), flash3.contract_id(dtype))
+    if contract not in (None, *known):
+        raise ContractError(
+            f"no attention contract {contract} for {dtype} on this GPU; name one of "
+            f"{', '.join(known)}"
+        )
+    return contract == known[1]
+
+
 def _check(q: Tensor, kv_heads: int, head_dim: int, dtype: torch.dtype) -> None:
     require("attention", q)
     if q.dim() != 3 or q.shape[2] != head_dim or q.dtype != dtype or head_dim > MAX_HEAD_DIM:
@@ -293,14 +319,20 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     work: Work | None = None,
+    contract: str | None = None,
 ) -> Tensor:
     """Attend ``q [T, H, D]`` over keys already written to the cache; no autograd.
 
     work: from :func:`schedule`; by default made at the batch's first layer and kept with it.
+    contract: None is our own; :mod:`.gpu_flash3` has another.
     """
     _check(q, cache.kv_heads, cache.head_dim, cache.k.dtype)
     scale, window, softcap, sinks = _settings(q, scale, window, softcap, sinks)
     work = work or step_work(q, cache, batch, window)
+    if _adopted(contract, q.dtype):
+        flash3.check(q, (scale, window, softcap, sinks))
+        index = (batch.query_start, batch.kv_len, batch.block_table)
+        return flash3.paged_op(q.detach(), cache.k, cache.v, *index, work.tiles, work.few, scale)
     return paged_attention_op(
         q.detach(),
         cache.k,
@@ -330,6 +362,7 @@ def packed_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: Tensor | None = None,
+    contract: str | None = None,
 ) -> Tensor:
     """Whole requests back to back, ``query_start`` int32 [B + 1]; differentiable in all."""
     _check(q, k.shape[1], k.shape[2], k.dtype)
@@ -341,4 +374,7 @@ def packed_attention(
         )
     scale, window, softcap, sinks = _settings(q, scale, window, softcap, sinks)
     start = query_start.to(torch.int32).contiguous()
+    if _adopted(contract, q.dtype):
+        flash3.check(q, (scale, window, softcap, sinks))
+        return flash3.packed_op(q, k, v, start, scale)[0]
     return packed_attention_op(q, k, v, start, scale, window, softcap, sinks)[0]

@@ -7,13 +7,16 @@ single rows that share a call or have one each: equality with the definition is 
 Legend: T query rows, H query heads, HK kv heads, D head size, B requests.
 """
 
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..gpu.register import register_gpu
+from . import gpu_flash3 as flash3
 from .batch import PAGE, AttentionBatch, KVCache
 from .gpu import packed_forward, paged_forward, step_work
 from .gpu_launch import backward
@@ -58,6 +61,8 @@ def over_pages(
     window: int = 0,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    *,
+    attend: Callable[..., tuple[Tensor, Tensor]] = paged_forward,
 ) -> Tensor:
     """Every request cut at ``cuts``, all pieces in one call over pages, or each ``alone``."""
     starts = query_start.tolist()
@@ -81,7 +86,7 @@ def over_pages(
         )
         index = (batch.query_start, batch.kv_len, batch.block_table)
         work = step_work(q, cache, batch, window)
-        out[rows] = paged_forward(q[rows], cache.k, cache.v, index, work, settings)[0]
+        out[rows] = attend(q[rows], cache.k, cache.v, index, work, settings)[0]
     return out
 
 
@@ -155,6 +160,41 @@ CONTRACTS = register_gpu(
     rounding="fp32 scores and sums; p rounded to the dtype for both the row sum and p.v",
     functions="fma, ex2.approx.ftz, lg2.approx, IEEE division, Hopper mma (fp32: chains of fma)",
     reference="zeromismatch.kernels.attention.gpu_contract:reference",
+)
+
+
+def flash3_packed(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float, *plain: Any
+) -> Tensor:
+    """The library's kernel over contiguous keys, as the trainer has them."""
+    return flash3.packed_forward(q, k, v, query_start, (scale, 0, 0.0, None))[0]
+
+
+def reference_flash3(
+    q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, *settings: Any
+) -> Tensor:
+    """The adopted definition: each query row decoded over pages by the library's kernel."""
+    every = tuple(range(int(query_start.diff().max())))
+    tensors = (q, k, v, query_start)
+    return over_pages(every, False, *tensors, *settings, attend=flash3.paged_forward)
+
+
+FLASH3 = register_gpu(
+    {
+        "flash3-packed": flash3_packed,
+        "flash3-paged": partial(over_pages, (1, 40, 41, 1000), False, attend=flash3.paged_forward),
+        "flash3-alone": partial(over_pages, (3, 999, 1000), True, attend=flash3.paged_forward),
+    },
+    name="attention.flash3",
+    storages=("bfloat16", "float16"),
+    missing=flash3.missing,
+    op="attention",
+    formula="o = softmax(scale q k) v, causal, head size 128",
+    order=f"FlashAttention 3 of vLLM {flash3.RELEASE}, one split: blocks of {flash3.TILE} keys on "
+    "the absolute grid, descending",
+    rounding="fp32 scores and sums; p rounded to the dtype for p.v",
+    functions="the library's",
+    reference="zeromismatch.kernels.attention.gpu_contract:reference_flash3",
 )
 GRADIENTS = register_gpu(
     {"triton": backward},

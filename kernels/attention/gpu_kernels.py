@@ -23,6 +23,7 @@ Legend: T tokens, H query heads, HK kv heads, G = H / HK, D head size, B request
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -310,8 +311,11 @@ def attention_split_kernel(
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
     STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Persistent: one P-chunk of one request and kv head at a time, partials to scratch."""
+    if DEPENDENT:
+        gdc_launch_dependents()
     work = tl.program_id(0)
     total = tl.load(split_start_ptr + B) * HK
     lanes = tl.arange(0, BM)

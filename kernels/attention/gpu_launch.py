@@ -1,8 +1,8 @@
 """Launches of the attention kernels: shapes from head size and head groups, never from the rows.
 
-``walk`` and ``hopper`` take whole tiles of queries, ``split`` chunks of keys with an ordered merge;
-all have the same bits. ``hopper`` serves plain causal attention of head size 128 over contiguous
-keys. ``backward`` runs delta, dK and dV, then dQ.
+``walk`` and ``hopper`` take whole tiles of queries, with the bits of :mod:`.gpu_split`. ``hopper``
+serves plain causal attention of head size 128 over contiguous keys. ``backward`` runs delta, dK and
+dV, then dQ.
 """
 
 import functools
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..gpu.device import aligned, num_multiprocessors, programs
+from ..gpu.device import aligned, programs
 from .batch import PAGE
 from .gpu_step import Work, schedule
 from .gpu_table import HOPPER_QUERIES, SPLIT, Shape, block_keys, padded, shape_of
@@ -88,90 +88,6 @@ def walk(
         HAS_SINK=sinks is not None,
         num_warps=shape.warps,
         num_stages=shape.stages,
-        enable_fp_fusion=False,
-    )
-
-
-def split(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    o: Tensor,
-    lse: Tensor,
-    index: tuple[Tensor, Tensor, Tensor],
-    split_start: Tensor,
-    chunks: int,
-    few: int,
-    settings: tuple[Any, ...],
-) -> None:
-    gpu_kernels = programs(__package__, "gpu_kernels")
-    gpu_merge_kernels = programs(__package__, "gpu_merge_kernels")
-
-    query_start, kv_len, table = index
-    scale, window, softcap, sinks = settings
-    _, heads, size = q.shape
-    kv_heads, width = k.shape[-2], padded(size)
-    group = heads // kv_heads
-    rows = max(16, 1 << (group - 1).bit_length())
-    shape = shape_of("split", size, q.dtype)
-    part = torch.empty(chunks * kv_heads * rows, width, device=q.device)
-    part_m, part_l = (torch.empty(chunks * kv_heads * rows, device=q.device) for _ in range(2))
-    sms, items = num_multiprocessors(q.device.index), chunks * kv_heads
-    per_sm = shape.per_sm if items > 4 * sms else min(2, shape.per_sm)
-    gpu_kernels.attention_split_kernel[(min(sms * per_sm, items),)](
-        q,
-        k,
-        v,
-        part,
-        part_m,
-        part_l,
-        query_start,
-        kv_len,
-        table,
-        split_start,
-        kv_len.numel(),
-        kv_heads,
-        q.stride(0),
-        kv_heads * size,
-        size,
-        table.stride(0),
-        scale,
-        scale * LOG2E,
-        G=group,
-        QS=few,
-        BM=rows,
-        BN=block_keys(size, q.dtype),
-        P=SPLIT,
-        D=size,
-        BD=width,
-        PAGE=PAGE,
-        WINDOW=window,
-        SOFTCAP=softcap,
-        STAGES=shape.stages,
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-        enable_fp_fusion=False,
-    )
-    gpu_merge_kernels.attention_merge_kernel[(kv_len.numel(), heads, few)](
-        part,
-        part_m,
-        part_l,
-        o,
-        lse,
-        lse if sinks is None else sinks,
-        query_start,
-        split_start,
-        kv_heads,
-        o.stride(0),
-        lse.stride(0),
-        G=group,
-        QS=few,
-        BM=rows,
-        D=size,
-        BD=width,
-        HAS_SINK=sinks is not None,
-        UNROLL=8,
-        num_warps=1,
         enable_fp_fusion=False,
     )
 

@@ -3,6 +3,7 @@
 # ruff: noqa: E741  (l is the denominator's usual name)
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from .gpu_kernels import _finish, _merge
 
@@ -27,6 +28,7 @@ def attention_merge_kernel(
     BD: tl.constexpr,
     HAS_SINK: tl.constexpr,
     UNROLL: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
     """Merge the partials of one request and query head, chunks ascending."""
     b = tl.program_id(0)
@@ -40,6 +42,8 @@ def attention_merge_kernel(
         return
     dims = tl.arange(0, BD)
     one = tl.arange(0, 1)
+    if DEPENDENT:
+        gdc_wait()
     lane = token * G + head % G
     total_m = tl.full((1,), float("-inf"), tl.float32)
     total_l = tl.zeros((1,), tl.float32)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, programs, require
@@ -101,12 +102,16 @@ def _(dy: Tensor, ids: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ids, weight = inputs
-    ctx.save_for_backward(ids)
-    ctx.weight = (weight.shape[0], weight.dtype)
+    ctx.save_for_backward(ids, weight)
 
 
-def _grad(ctx: Any, dy: Tensor) -> tuple[None, Tensor]:
-    return None, embedding_grad_op(dy, *ctx.saved_tensors, *ctx.weight)
+def _grad(ctx: Any, dy: Tensor) -> tuple[None, Tensor | None]:
+    ids, weight = ctx.saved_tensors
+    chain = chain_of(weight, "embedding")
+    if chain is None:
+        return None, embedding_grad_op(dy, ids, weight.shape[0], weight.dtype)
+    accumulate(dy, ids, weight.shape[0], chain)
+    return None, None
 
 
 embedding_op.register_autograd(_grad, setup_context=_keep)

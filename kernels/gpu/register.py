@@ -26,11 +26,13 @@ def register_gpu(
     name: str,
     storages: tuple[str, ...] = tuple(_STORAGES),
     rtol: tuple[float, float] = (1e-4, 2e-2),
+    missing: Callable[[], str | None] = missing,
     **fields: Any,
 ) -> dict[torch.dtype, Contract]:
     """Contracts ``<name>.<dtype>.sm90.v1`` by dtype.
 
-    rtol: relative tolerance of the gradient against fp64 in fp32, and in 16 bits.
+    rtol: relative tolerance of the gradient against fp64 in fp32, and in 16 bits. missing: why the
+    implementations cannot run here, or None.
     """
     contracts: dict[torch.dtype, Contract] = {}
     for storage in storages:

@@ -6,7 +6,7 @@
     linear_grad_bias       db = 1 dY                  likewise
 
 dY is rounded to the weight's dtype first. Blocks of DW_CHUNK tokens are added ascending in fp32, so
-micro-batches that end on that grid give the bits of the whole batch with ``accumulate_into``.
+micro-batches that end on that grid give the bits of the whole batch (:mod:`..accumulation`).
 
 Legend: T tokens, K inputs, N outputs.
 """
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import NAMES, aligned, require
@@ -42,9 +43,11 @@ def forward(
     return gemm("nt", x, weight, bias, out_dtype=out_dtype)
 
 
-def head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def head(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """fp32 [T, V]."""
-    return gemm("nt", x, weight, bias, out_dtype=torch.float32)
+    return gemm("nt", x, weight, bias, out_dtype=torch.float32, out=out)
 
 
 def input_grad(grad: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
@@ -132,13 +135,23 @@ def _(
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, bias, _ = inputs
-    ctx.save_for_backward(x, weight)
+    ctx.save_for_backward(x, weight, bias)
     ctx.bias_dtype = weight.dtype if bias is None else bias.dtype
 
 
 def _grad(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias = ctx.saved_tensors
     wanted = list(ctx.needs_input_grad[:3])
-    got = linear_grad_op(grad, *ctx.saved_tensors, ctx.bias_dtype, wanted)
+    chains = [
+        chain_of(each, "linear") if want else None
+        for each, want in zip((weight, bias), wanted[1:], strict=True)
+    ]
+    if chains[0] is not None:
+        grad_weight(grad, x, chains[0], None)
+    if chains[1] is not None:
+        grad_bias(grad.to(x.dtype), chains[1], None)
+    wanted[1:] = [want and chain is None for want, chain in zip(wanted[1:], chains, strict=True)]
+    got = linear_grad_op(grad, x, weight, ctx.bias_dtype, wanted)
     return *(each if want else None for each, want in zip(got, wanted, strict=True)), None
 
 
@@ -213,9 +226,12 @@ def reference_linear(
     return reference("nt", x, weight, bias, out_dtype)
 
 
-def reference_head(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def reference_head(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """The class's pointer kernel, fp32 out."""
-    return reference("nt", x, weight, bias, torch.float32)
+    logits = reference("nt", x, weight, bias, torch.float32)
+    return logits if out is None else out.copy_(logits)
 
 
 def reference_input(grad: Tensor, weight: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:

@@ -25,7 +25,7 @@ from ..dispatch import choose
 from ..errors import ContractError
 from ..linear import check as check_linear
 from ..linear import contract_id, grad_bias, grad_input, grad_weight, scoped
-from . import gpu
+from . import gpu_head
 from .rows import grad_rows, logprob_rows, targets_and_temperature
 
 BLOCK_FLOATS = 1 << 24
@@ -47,7 +47,7 @@ def lm_head_logprob(
     gradients are rounded once to their dtype. Raises ContractError as the two functions do.
     """
     if h_TH.is_cuda:
-        return gpu.lm_head_logprob(h_TH, weight_VH, targets_T, bias_V, temperature)
+        return gpu_head.lm_head_logprob(h_TH, weight_VH, targets_T, bias_V, temperature)
     check_linear(h_TH, weight_VH, bias_V, torch.float32)
     if h_TH.dim() != 2:
         raise ContractError(

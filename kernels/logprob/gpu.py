@@ -1,17 +1,13 @@
-"""Log-probabilities on the GPU: from fp32 logits, and fused with the LM head, forward and backward.
+"""Log-probabilities on the GPU from fp32 logits, forward and backward.
 
 Contract ``logprob.blocks.float32.sm90.v1`` (formula and order in :mod:`.gpu_kernels`): fp32 logits,
 IEEE division by the temperature, blocks of BLOCK columns at absolute places, blocks merged
 ascending. Logits are class L with fp32 output, so a row's log-probability depends on that row
 alone.
 
-``lm_head_logprob`` never holds all logits: rows are taken ROWS at a time forward; backward goes
-over the vocabulary CHUNK columns at a time, recomputes the logits of all rows for the chunk, and
-finishes that part of dW at once. dH adds the chunks ascending in fp32 (CHUNK is part of the
-gradient's order; it is not part of the forward's). d_logits are rounded to the dtype of h before
-the two products.
+:mod:`.gpu_head` fuses them with the LM head.
 
-Legend: T rows, V vocabulary, H hidden size.
+Legend: T rows, V vocabulary.
 """
 
 from typing import Any
@@ -24,13 +20,10 @@ from ..errors import ContractError
 from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu as linear
-from ..linear.gpu_gemm import gemm
 from ..taps import tapped
 
 BLOCK = 4096
 LANES = 128
-ROWS = 2048
-CHUNK = 16384
 _GRADIENT_BLOCK = 2048
 _MAX_ROWS = 65535
 
@@ -125,7 +118,7 @@ def d_logits(
     return out
 
 
-def _temperature(temperature: float | Tensor, rows: int, device: torch.device) -> Tensor:
+def temperatures(temperature: float | Tensor, rows: int, device: torch.device) -> Tensor:
     if isinstance(temperature, Tensor):
         return temperature.to(device=device, dtype=torch.float32).expand(rows).contiguous()
     return torch.full((rows,), temperature, dtype=torch.float32, device=device)
@@ -143,10 +136,10 @@ def logprob_op(
 
 @logprob_op.register_fake
 def _(logits: Tensor, targets: Tensor, temperature: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _three(logits)
+    return no_rows(logits)
 
 
-def _three(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def no_rows(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     a, b, c = (like.new_empty(like.shape[0], dtype=torch.float32) for _ in range(3))
     return a, b, c
 
@@ -189,123 +182,13 @@ def logprob(logits: Tensor, targets: Tensor, temperature: float | Tensor = 1.0) 
             f"logprob needs logits [T, V], targets [T], not {tuple(logits.shape)}, "
             f"{tuple(targets.shape)}; pass one target per row"
         )
-    at = _temperature(temperature, logits.shape[0], logits.device)
+    at = temperatures(temperature, logits.shape[0], logits.device)
     return logprob_op(logits, targets, at)[0]
 
 
 def lm_head(h: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """fp32 logits [..., V] of class L; differentiable once."""
     return linear.linear(h, weight, bias, out_dtype=torch.float32)
-
-
-@torch.library.custom_op("zeromismatch::lm_head_logprob", mutates_args=())
-def lm_head_logprob_op(
-    h: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(lp, row maximum, log of the row sum), ROWS rows of logits at a time."""
-    h, weight = aligned(h), aligned(weight)
-    head = choose(linear.contract_id("lm_head", h.dtype)).run
-    run = choose(serving(CONTRACTS, "logprob", torch.float32)).run
-    parts: list[tuple[Tensor, Tensor, Tensor]] = []
-    for start in range(0, h.shape[0], ROWS):
-        part = slice(start, start + ROWS)
-        parts.append(run(head(h[part], weight, bias), targets[part], temperature[part]))
-    if not parts:
-        return _three(h)
-    lp, row_max, log_sum = (torch.cat(each) for each in zip(*parts, strict=True))
-    return tapped("logprob", lp), row_max, log_sum
-
-
-@lm_head_logprob_op.register_fake
-def _(
-    h: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, temperature: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _three(h)
-
-
-@torch.library.custom_op("zeromismatch::lm_head_logprob_grad", mutates_args=())
-def lm_head_logprob_grad_op(
-    g: Tensor,
-    h: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None,
-    temperature: Tensor,
-    row_max: Tensor,
-    log_sum: Tensor,
-    wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dH, dW, db), CHUNK columns of the vocabulary at a time; empty where not wanted."""
-    h, weight = aligned(h), aligned(weight)
-    head = choose(linear.contract_id("lm_head", h.dtype)).run
-    rows, vocabulary = h.shape[0], weight.shape[0]
-    dh = torch.zeros(h.shape, dtype=torch.float32, device=h.device) if wanted[0] else None
-    dw = torch.empty_like(weight) if wanted[1] else h.new_empty(0)
-    db = torch.empty(vocabulary if wanted[2] else 0, device=h.device)
-    g = g.contiguous()
-    for first in range(0, vocabulary, CHUNK):
-        part = slice(first, min(first + CHUNK, vocabulary))
-        logits = head(h, weight[part], None if bias is None else bias[part])
-        out = torch.empty(logits.shape, dtype=h.dtype, device=h.device)
-        d = d_logits(logits, targets, temperature, row_max, log_sum, g, out, first=first)
-        del logits
-        if dh is not None:
-            gemm("nn", d, weight[part], out=dh, accumulate=True)
-        if wanted[1]:
-            gemm("tn", d, h, out=dw[part])
-        if wanted[2]:
-            db[part] = gemm("nn", d.new_ones(1, rows), d, out_dtype=torch.float32)[0]
-    first_grad = h.new_empty(0) if dh is None else dh.to(h.dtype)
-    return first_grad, dw, db.to(h.dtype)
-
-
-@lm_head_logprob_grad_op.register_fake
-def _(g: Tensor, h: Tensor, weight: Tensor, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    wanted = args[-1]
-    return (
-        h.new_empty(h.shape if wanted[0] else (0,)),
-        h.new_empty(weight.shape if wanted[1] else (0,)),
-        h.new_empty(weight.shape[:1] if wanted[2] else (0,)),
-    )
-
-
-def _keep_head(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output[1:])
-
-
-def _grad_head(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    wants_h, wants_weight, _targets, wants_bias, _temperature = ctx.needs_input_grad
-    wanted = [wants_h, wants_weight, wants_bias]
-    dh, dw, db = lm_head_logprob_grad_op(g, *ctx.saved_tensors, wanted)
-    return (
-        dh if wants_h else None,
-        dw if wants_weight else None,
-        None,
-        db if wants_bias else None,
-        None,
-    )
-
-
-lm_head_logprob_op.register_autograd(_grad_head, setup_context=_keep_head)
-
-
-def lm_head_logprob(
-    h: Tensor,
-    weight: Tensor,
-    targets: Tensor,
-    bias: Tensor | None = None,
-    temperature: float | Tensor = 1.0,
-) -> Tensor:
-    """fp32 [T]: the bits of ``logprob(lm_head(h, weight, bias), targets, temperature)``."""
-    linear.check(h, weight, bias, torch.float32)
-    require("lm_head_logprob", h, targets)
-    if h.dim() != 2 or targets.shape != h.shape[:1]:
-        raise ContractError(
-            f"lm_head_logprob needs h [T, H] and targets [T], not {tuple(h.shape)}, "
-            f"{tuple(targets.shape)}; flatten the leading axes and pass one target per row"
-        )
-    at = _temperature(temperature, h.shape[0], h.device)
-    return lm_head_logprob_op(h, weight, targets, bias, at)[0]
 
 
 def reference(
@@ -317,7 +200,7 @@ def reference(
         for i in range(logits.shape[0])
     ]
     if not rows:
-        return _three(logits)
+        return no_rows(logits)
     lp, row_max, log_sum = (torch.cat(each) for each in zip(*rows, strict=True))
     return lp, row_max, log_sum
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, programs, require
@@ -172,7 +173,11 @@ def _grad(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
     s, weight = ctx.saved_tensors
     eps, unit_offset, has_residual = ctx.settings
     dx, dw = rmsnorm_grad_op(dy, s, weight, eps, unit_offset, ds if has_residual else None)
-    return dx, dx.clone() if has_residual else None, dw.to(weight.dtype), None, None
+    chain = chain_of(weight, "rmsnorm") if ctx.needs_input_grad[2] else None
+    own = dw.to(weight.dtype) if chain is None else None
+    if chain is not None:
+        chain.add_(dw)
+    return dx, dx.clone() if has_residual else None, own, None, None
 
 
 rmsnorm_op.register_autograd(_grad, setup_context=_keep)

@@ -116,7 +116,7 @@ class PagedBatch(PagedState):
             "sinks": sinks,
         }
         if attention != "stock":
-            return paged_attention(q_THD, cache, self.batch, **options)
+            return paged_attention(q_THD, cache, self.batch, contract=attention, **options)
         return torch.cat([
             stock_attention(q_THD[first:last], *read_kv(cache, pages, length), **options)
             for first, last, pages, length in self._entries()

@@ -14,6 +14,8 @@ from zeromismatch.kernels import bits
 from zeromismatch.kernels.attention import gpu as attention
 from zeromismatch.kernels.attention import gpu_contract as contract
 from zeromismatch.kernels.attention import gpu_launch as launch
+from zeromismatch.kernels.attention import gpu_split as splits
+from zeromismatch.kernels.attention.gpu_table import shape_of
 from zeromismatch.kernels.embedding import gpu as embedding
 from zeromismatch.kernels.gated import gpu as gated
 from zeromismatch.kernels.gpu import digest
@@ -39,7 +41,7 @@ def set_attr(scope: Any, owner: Any, name: str, value: Any) -> None:
 interpreter._LangPatchScope.set_attr = set_attr
 torch.manual_seed(0)
 torch.cuda.is_current_stream_capturing = lambda: False
-launch.num_multiprocessors = linear.num_multiprocessors = lambda index=0: 4
+splits.num_multiprocessors = linear.num_multiprocessors = lambda index=0: 4
 
 
 def near(mine: torch.Tensor, true: torch.Tensor, rtol: float) -> None:
@@ -136,7 +138,12 @@ def attentions() -> None:
         o, lse = attention.packed_forward(q, k, v, start, settings, specialised=False)
         rtol = 2e-3 if dtype == torch.float16 else 1e-5
         near(o, true.detach(), rtol)
-        near(contract.over_pages((1, 40, 41), False, q, k, v, start, *settings), o, rtol)
+        for columns in (0, 32):
+            way = splits.Way(
+                shape=shape_of("split", size, dtype), columns=columns, dependent=False
+            )
+            splits.way_for = lambda *_, way=way: way
+            near(contract.over_pages((1, 40, 41), False, q, k, v, start, *settings), o, rtol)
         grads = launch.backward(do, q, k, v, o, lse, start, *settings[:3])
         for mine, leaf in zip(grads[:3], leaves, strict=True):
             near(mine, leaf.grad, 4 * rtol)

@@ -32,6 +32,7 @@ from zeromismatch.kernels.logprob import gpu as logprob  # noqa: E402
 from zeromismatch.kernels.moe import gpu as moe  # noqa: E402
 from zeromismatch.kernels.moe import gpu_launch as moe_launch  # noqa: E402
 from zeromismatch.kernels.recurrence import gpu as recurrence  # noqa: E402
+from zeromismatch.kernels.recurrence import gpu_blocks as blocks  # noqa: E402
 from zeromismatch.kernels.recurrence.pages import packed_rows  # noqa: E402
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm  # noqa: E402
 from zeromismatch.kernels.rotary import gpu as rotary  # noqa: E402
@@ -187,6 +188,10 @@ def recurrences(whole, chunk=64, key=128, value=128):
         end = torch.zeros(2, 2, key, width)
         strength = None if kind == "ssd" else beta
         recurrence.launch(rows, rows.clone(), v, g.clone(), strength, *stores, end, *index)
+        if kind != "kda":
+            stores = [x.new_zeros(2, chunk, *x.shape[1:]).to(BF16) for x in (rows, v)]
+            given = rows.to(BF16), rows.to(BF16), v.to(BF16), g, strength
+            blocks.launch(*given, *stores, g.new_zeros(2, chunk, 2), end, *index[:3])
     for dtype in (torch.float32, BF16):
         x, pages = torch.zeros(5, 700, dtype=dtype), torch.zeros(2, chunk, 700, dtype=dtype)
         weight = torch.zeros(700, 4, dtype=dtype)
@@ -231,6 +236,7 @@ def test_every_kernel_compiles(monkeypatch, target):
         walk = compiled["recurrence_walk_kernel"]
         assert all(not re.search(r"\.local", kernel.asm["ptx"]) for kernel in walk)
         assert "ex2.approx" in instructions["recurrence_weights_kernel"]
+        assert "mma.sync" in instructions["recurrence_block_kernel"]
 
 
 @pytest.mark.slow

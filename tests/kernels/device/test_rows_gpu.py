@@ -10,6 +10,7 @@ from zeromismatch.kernels.embedding import gpu as embedding
 from zeromismatch.kernels.gated import gpu as gated
 from zeromismatch.kernels.gpu import digest
 from zeromismatch.kernels.logprob import gpu as logprob
+from zeromismatch.kernels.logprob import gpu_head
 from zeromismatch.kernels.reference.digest import digest_rows
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm
 from zeromismatch.kernels.rotary import gpu as rotary
@@ -148,14 +149,16 @@ def test_logprob_depends_on_its_row_alone(vocabulary):
         assert bits.equal(logprob.logprob(z[-m:], targets[-m:], t[-m:]), lp[-m:])
 
 
+@pytest.mark.parametrize("kept", [0.0, 0.46, 0.92])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_fused_head_has_the_unfused_bits_and_gradients_near_fp64(dtype, monkeypatch):
-    monkeypatch.setattr(logprob, "ROWS", 96)
-    monkeypatch.setattr(logprob, "CHUNK", 4096)
+def test_fused_head_has_the_unfused_bits_and_gradients_near_fp64(dtype, kept, monkeypatch):
+    monkeypatch.setattr(gpu_head, "ROWS", 96)
+    monkeypatch.setattr(gpu_head, "CHUNK", 4096)
+    monkeypatch.setattr(gpu_head, "KEPT", kept)
     h = (torch.randn(250, 256, device="cuda") * 0.3).to(dtype).requires_grad_()
     w = (torch.randn(9001, 256, device="cuda") * 0.3).to(dtype).requires_grad_()
     targets = torch.randint(0, 9001, (250,), device="cuda")
-    lp = logprob.lm_head_logprob(h, w, targets, None, 0.7)
+    lp = gpu_head.lm_head_logprob(h, w, targets, None, 0.7)
     plain = logprob.logprob(logprob.lm_head(h.detach(), w.detach()), targets, 0.7)
     assert bits.equal(lp.detach(), plain)
     g = torch.randn(250, device="cuda")

@@ -6,7 +6,10 @@ import pytest
 import torch
 
 from zeromismatch.kernels.attention import PAGE
+from zeromismatch.kernels.attention import gpu_flash3 as flash3
+from zeromismatch.model_recipes.apply import find_sites
 from zeromismatch.model_recipes.models import LoadedModel, load_model
+from zeromismatch.model_recipes.plan import Plan, plan_from
 from zeromismatch.trainer.engines.base import Sampling
 from zeromismatch.trainer.engines.build import make_engine
 
@@ -15,23 +18,25 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
 ]
 
+SHAPE: dict[str, Any] = {
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49152,
+    "max_position_embeddings": 2048,
+    "rope_theta": 100_000.0,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.05,
+}
 
-def smollm2_shaped(dtype: torch.dtype) -> LoadedModel:
+
+def smollm2_shaped(dtype: torch.dtype, **changed: int) -> LoadedModel:
     """SmolLM2-135M's shape (heads of 64, 9 over 3) with seeded weights: no download needed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=8,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        vocab_size=49152,
-        max_position_embeddings=2048,
-        rope_theta=100_000.0,
-        tie_word_embeddings=True,
-        initializer_range=0.05,
-    )
+    config = LlamaConfig(**{**SHAPE, **changed})
     torch.manual_seed(0)
     module = LlamaForCausalLM(config).eval()
     for parameter in module.parameters():  # rotary buffers stay fp32, as in a loaded model
@@ -76,6 +81,32 @@ def test_packed_equals_paged(
         assert not missing
     finally:
         packed.close()
+
+
+def test_a_plan_may_adopt_flash_attention_3(requests: Any, scenario: Any, bits_of: Any) -> None:
+    if flash3.missing():
+        pytest.skip(str(flash3.missing()))
+    loaded = smollm2_shaped(torch.bfloat16, num_attention_heads=6, head_dim=128)
+    ours = plan_from(
+        "aligned", find_sites(loaded.module), loaded.dtype, loaded.device, loaded.identity
+    )
+    rule = {"attention": flash3.contract_id(torch.bfloat16)}
+    found: list[Any] = []
+    for plan in (ours, Plan(name="flash3", rules={**ours.rules, **rule})):
+        packed = make_engine("packed", loaded, plan)
+        paged = make_engine("paged", loaded, plan, instrument=packed.instrument)
+        try:
+            expected = bits_of(packed.run(scenario(packed.schedule("packed", requests), requests)))
+            for schedule in ("mixed", "decode", "chunk:7", "prefix-hit"):
+                run = paged.run(scenario(paged.schedule(schedule, requests), requests))
+                scored = bits_of(run)
+                assert scored, schedule
+                assert scored.items() <= expected.items(), schedule
+            packed.logprobs(requests).sum().backward()
+            found.append(expected)
+        finally:
+            packed.close()
+    assert found[0] != found[1]
 
 
 def test_stock_engines_differ_on_the_same_requests(
