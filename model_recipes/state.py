@@ -34,6 +34,9 @@ _VOLATILE = frozenset(
 )
 
 
+_STACKED_BYTES = 1 << 28
+
+
 def _all_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_parameters(remove_duplicate=False)
     for prefix, child in module.named_modules(remove_duplicate=False):
@@ -69,9 +72,34 @@ def parameter_names(module: nn.Module) -> dict[int, str]:
 
 def state_digest(module: nn.Module) -> dict[str, str]:
     """Digest (32 hex digits) of every named tensor."""
-    from ..kernels import bits
+    return digests_of(named_state(module))
 
-    return {name: bits.digest_tensor(tensor) for name, tensor in named_state(module).items()}
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Digest (32 hex digits) of every tensor: :func:`.bits.digest_tensor` of each.
+
+    On a GPU, tensors of one size go together: one by one, starting kernels takes most of the time.
+    """
+    from ..kernels import bits
+    from ..kernels.reference.digest import fold_shape
+
+    alike: dict[tuple[torch.dtype, int], list[str]] = {}
+    found: dict[str, str] = {}
+    for name, tensor in tensors.items():
+        if tensor.is_cuda and tensor.numel():
+            alike.setdefault((tensor.dtype, tensor.numel()), []).append(name)
+        else:
+            found[name] = bits.digest_tensor(tensor)
+    for (dtype, elements), names in alike.items():
+        most = max(1, _STACKED_BYTES // (elements * dtype.itemsize))
+        for first in range(0, len(names), most):
+            part = names[first : first + most]
+            rows = torch.stack([tensors[name].detach().reshape(-1) for name in part])
+            for name, lanes in zip(part, bits.digest_rows(rows).tolist(), strict=True):
+                unsigned = lanes[0] % (1 << 64), lanes[1] % (1 << 64)
+                folded = fold_shape(unsigned, tuple(tensors[name].shape))
+                found[name] = f"{folded[0]:016x}{folded[1]:016x}"
+    return {name: found[name] for name in tensors}
 
 
 def weights_root(digests: Mapping[str, str]) -> str:

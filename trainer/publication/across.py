@@ -31,7 +31,6 @@ import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, ValidationError
 from torch import Tensor
 
-from ...kernels import bits
 from ...kernels.errors import (
     BudgetError,
     CapabilityError,
@@ -39,7 +38,7 @@ from ...kernels.errors import (
     UsageError,
     ZeroMismatchError,
 )
-from ...model_recipes.state import weights_root
+from ...model_recipes.state import digests_of, weights_root
 from .in_place import SECONDS, Installed, LiveWeights, Offer, described
 
 Install = Callable[[Offer], Installed]
@@ -156,7 +155,7 @@ class Sender:
         self.channel.require_open()
         began = time.perf_counter()
         deadline = began + seconds
-        digests = {name: bits.digest_tensor(tensor) for name, tensor in weights.items()}
+        digests = digests_of(weights)
         kinds = {name: described(tensor) for name, tensor in weights.items()}
         root = weights_root(digests)
         with _round(self.channel):

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...kernels import bits
 from ...kernels.errors import BudgetError, CapabilityError, MisalignedError, UsageError
-from ...model_recipes.state import weights_root
+from ...model_recipes.state import digests_of, weights_root
 from ..engines.base import Publish
 
 Cleared = Callable[[], bool]
@@ -64,7 +64,7 @@ class LiveWeights:
         self._cleared = cleared
         self._places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         self.version = version
-        self.digests = _digests(self._live)
+        self.digests = digests_of(self._live)
 
     @property
     def root(self) -> str:
@@ -116,9 +116,8 @@ class LiveWeights:
     def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
         """Check a complete set of weights; UsageError for a missing, foreign or unfit tensor."""
         self.require_fit({name: described(each) for name, each in weights.items()}, version)
-        for name, tensor in weights.items():
-            bits.check_finite(tensor, name)
-        digests = _digests(weights)
+        _require_finite(weights)
+        digests = digests_of(weights)
         publish = Publish(version=version, digest=weights_root(digests))
         return Offer(publish=publish, tensors=dict(weights), digests=digests)
 
@@ -171,7 +170,7 @@ class LiveWeights:
 
     def _confirm(self, offer: Offer) -> None:
         """Every tensor, read back from where the reader reads."""
-        arrived = _digests(self._live)
+        arrived = digests_of(self._live)
         odd = [name for name, digest in offer.digests.items() if arrived[name] != digest]
         if odd:
             raise MisalignedError(
@@ -192,5 +191,9 @@ def described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def _digests(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: bits.digest_tensor(tensor) for name, tensor in tensors.items()}
+def _require_finite(tensors: Mapping[str, Tensor]) -> None:
+    """NonFiniteError names tensor and index; a device is waited for once, not once a tensor."""
+    whole = [torch.isfinite(tensor).all() for tensor in tensors.values()]
+    if not bool(torch.stack(whole).all()):
+        for name, tensor in tensors.items():
+            bits.check_finite(tensor, name)
