@@ -103,6 +103,6 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def check(*tensors: Tensor | None) -> None:
-    """CUDA tensors of one device on a GPU with proved contracts, none of which asks for a gradient."""
+    """CUDA tensors of one device, on a GPU with proved contracts, that ask for no gradient."""
     require("convolution", *tensors)
     require_no_gradient("convolution", *tensors)

@@ -73,9 +73,7 @@ def decay_gate(a: Tensor, a_log: Tensor, dt_bias: Tensor) -> Tensor:
     return (gpu.serve("decay", *given) if a.is_cuda else cpu.DECAY(*given)).view(a.shape)
 
 
-def time_step(
-    dt: Tensor, dt_bias: Tensor, *, low: float = 0.0, high: float = math.inf
-) -> Tensor:
+def time_step(dt: Tensor, dt_bias: Tensor, *, low: float = 0.0, high: float = math.inf) -> Tensor:
     """``softplus(dt + dt_bias)`` between low and high: ``[T, H]`` in dt's dtype; dt_bias [H].
 
     The sum, the softplus and the clamp are each rounded to dt's dtype.

@@ -60,9 +60,7 @@ def _start(initial: Tensor | None, like: Tensor) -> Tensor:
 def _elementwise(kind: int) -> tuple[Any, Any]:
     def run(variant: str, x: Tensor, gate: Tensor | None = None) -> Tensor:
         y = torch.empty_like(x)
-        core(variant).call(
-            "gate", x, gate, y, kind, x.numel(), is_bf16(x), torch.get_num_threads()
-        )
+        core(variant).call("gate", x, gate, y, kind, x.numel(), is_bf16(x), torch.get_num_threads())
         return y
 
     def gradient(
@@ -167,9 +165,7 @@ def _discretised_grad(
 
 def _skip(variant: str, o: Tensor, x: Tensor, d: Tensor) -> Tensor:
     y = torch.empty_like(o)
-    core(variant).call(
-        "skip", o, x, d, y, *x.shape, is_bf16(x), _wide(d), torch.get_num_threads()
-    )
+    core(variant).call("skip", o, x, d, y, *x.shape, is_bf16(x), _wide(d), torch.get_num_threads())
     return y
 
 

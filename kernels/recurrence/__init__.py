@@ -19,8 +19,8 @@ simple reference, reads and writes K V numbers for every token; it has other bit
 All arithmetic is fp32; bf16 rows are widened exactly. ``kernels/reference/recurrence.py`` is the
 definition, :mod:`.pages` says which rows lie where; ``pytest tests/kernels/recurrence`` exercises
 them. CUDA tensors go to :mod:`.gpu`, whose contract has the same properties and other bits; there
-pages are trusted, nothing waits for the host, and there is no gradient yet. Convolutions, gates and
-norms of these layers are other operators.
+pages are trusted, nothing waits for the host, and there is no gradient yet; :mod:`.gpu_blocks` has
+the same for bf16 rows on matrix units. Convolutions, gates and norms are other operators.
 
 Legend: T rows, B requests, P pages, C rows per chunk, HK and HV key and value heads, K, V sizes.
 """
@@ -34,7 +34,7 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import choose
 from ..errors import ContractError, NonFiniteError
-from . import cpu, gpu
+from . import cpu, gpu, gpu_blocks
 from .pages import Filled, RowBatch, full_pages, packed_rows, packed_start
 
 __all__ = [
@@ -54,8 +54,11 @@ MAX_CHUNK = 256
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecurrenceCache:
-    """Pages of one layer, fp32: ``k [P, C, HK, K]``, ``u [P, C, HV, V]``, ``decay [P, C, HV]`` (or
-    ``[P, C, HV, K]`` per channel), ``end [P, HV, K, V]``; ``filled``: its ledger on a CPU."""
+    """Pages of one layer: ``k [P, C, HK, K]``, ``u [P, C, HV, V]``, ``decay [P, C, HV]`` (or
+    ``[P, C, HV, K]`` per channel), ``end [P, HV, K, V]``, fp32; k and u may be bf16 on a GPU.
+
+    ``filled``: its ledger on a CPU.
+    """
 
     chunk: int
     k: Tensor
@@ -79,9 +82,19 @@ def new_recurrence_cache(
     *,
     per_channel: bool = False,
     device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
 ) -> RecurrenceCache:
-    """An uninitialised cache; per_channel: log decays per key channel (KDA)."""
+    """An uninitialised cache; per_channel: log decays per key channel (KDA).
+
+    dtype: of k and u; bfloat16 takes the contract of :mod:`.gpu_blocks`.
+    """
     _check_chunk(chunk)
+    narrow = dtype == torch.bfloat16
+    if narrow and (per_channel or chunk % gpu_blocks.BLOCK or torch.device(device).type == "cpu"):
+        raise ContractError(
+            "bfloat16 pages are served on a GPU alone, for one decay per head and chunks of a "
+            f"multiple of {gpu_blocks.BLOCK}; leave dtype out"
+        )
     if value_heads % key_heads:
         raise ContractError(
             f"{value_heads} value heads cannot share {key_heads} key heads evenly; correct the "
@@ -91,8 +104,8 @@ def new_recurrence_cache(
     gates = (value_heads, key_dim) if per_channel else (value_heads,)
     return RecurrenceCache(
         chunk,
-        torch.empty(pages, chunk, key_heads, key_dim, **fp32),
-        torch.empty(pages, chunk, value_heads, value_dim, **fp32),
+        torch.empty(pages, chunk, key_heads, key_dim, dtype=dtype, device=device),
+        torch.empty(pages, chunk, value_heads, value_dim, dtype=dtype, device=device),
         torch.empty(pages, chunk, *gates, **fp32),
         torch.empty(pages, value_heads, key_dim, value_dim, **fp32),
         Filled(pages, chunk),
@@ -121,6 +134,9 @@ def paged_recurrence(
     parts = (cache.k, cache.u, cache.decay, cache.end)
     if cache.k.is_cuda:
         gpu.check(*rows)
+        if cache.k.dtype == torch.bfloat16:
+            index = (batch.query_start, batch.length, batch.table)
+            return gpu_blocks.step(kind, *rows, *parts, *index)
         index = (batch.query_start, batch.length, batch.table, batch.slot)
         return gpu.step_op(kind, *rows, *parts, *index)
     cache.filled.admit(batch)
@@ -210,9 +226,7 @@ def _check_chunk(chunk: int) -> None:
         )
 
 
-def _rows(
-    kind: Kind, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None
-) -> Rows:
+def _rows(kind: Kind, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Rows:
     """The five inputs, fp32 and contiguous; ContractError where they do not belong together."""
     if kind not in KINDS:
         raise ContractError(f"no recurrence is called {kind!r}; take one of {', '.join(KINDS)}")

@@ -150,6 +150,6 @@ def _(kind: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def check(*tensors: Tensor | None) -> None:
-    """CUDA tensors of one device on a GPU with proved contracts, none of which asks for a gradient."""
+    """CUDA tensors of one device, on a GPU with proved contracts, that ask for no gradient."""
     require("recurrence", *tensors)
     require_no_gradient("recurrence", *tensors)

@@ -14,6 +14,7 @@ from zeromismatch.kernels.convolution import gpu as convolution
 from zeromismatch.kernels.gated_norm import gpu as norms
 from zeromismatch.kernels.gates import gpu as gates
 from zeromismatch.kernels.recurrence import gpu
+from zeromismatch.kernels.recurrence import gpu_blocks as block_units
 from zeromismatch.kernels.reference import convolution as convolution_reference
 from zeromismatch.kernels.reference import gated_norm as norms_reference
 from zeromismatch.kernels.reference import gates as gates_reference
@@ -66,6 +67,26 @@ def steps() -> None:
             assert bits.equal(out, whole[0][t : t + 1].contiguous()), (kind, t)
 
 
+def blocks() -> None:
+    """On matrix units; in fp16, since the interpreter's products take bf16 for integers."""
+    for kind in ("ssd", "gated_delta"):
+        data = cases_recurrent._Data(get_contract(f"recurrence.{kind}.float32.cpu.v1"), 1)
+        given = list(cases_recurrent._paged(data, kind, (16, 1, 2, 5, 9), [1, 18], [0, 15], 0))
+        rounded = [x is not None and i in (0, 1, 2, 5, 6) for i, x in enumerate(given)]
+        halves = [x.half() if r else x for x, r in zip(given, rounded, strict=True)]
+        true = [x.float() if r else x for x, r in zip(halves, rounded, strict=True)]
+        halves[7] = given[7].cumsum(1)
+        mine = block_units.functional(*halves)
+        for a, b in zip(mine, reference.recurrence(*true), strict=True):
+            near(a.float(), b, 2e-3)
+        rows, stores = halves[:5], [each.clone() for each in halves[5:9]]
+        for first, last in ((1, 3), (3, 4), (4, 19)):
+            one = [None if x is None else x[first:last].contiguous() for x in rows]
+            index = (torch.tensor([0, last - first]).int(), torch.tensor([14 + last]).int())
+            out = block_units.launch(*one, *stores, *index, halves[11][1:2].contiguous())
+            assert bits.equal(out, mine[0][first:last].contiguous()), (kind, first)
+
+
 def row_operators() -> None:
     """Gates and norms against the CPU's references; in bf16 roundings may fall the other way."""
     for mine, true, order in ((gates, gates_reference, ""), (norms, norms_reference, ".lanes16")):
@@ -77,7 +98,8 @@ def row_operators() -> None:
                     again = getattr(mine, f"reference_{op}")(*one.arguments)
                     want = getattr(true, op)(*one.arguments)
                     for a, b, c in zip(*map(tupled, (got, want, again)), strict=True):
-                        assert a.dtype == b.dtype and bits.equal(a, c), (op, storage)
+                        assert a.dtype == b.dtype
+                        assert bits.equal(a, c), (op, storage)
                         near(a, b, rtol)
 
 
@@ -93,5 +115,6 @@ def tupled(x) -> tuple[torch.Tensor, ...]:
 recurrences()
 convolutions()
 row_operators()
+blocks()
 steps()
 print("recurrences ok")

@@ -1,0 +1,269 @@
+"""Recurrent layers on a GPU beside vLLM's own kernels, at public shapes, in one run.
+
+    python benchmarks/gpu_recurrent.py --only gated_delta --out some.json
+
+Qwen3-Next (gated delta rule, 16 / 32 heads of 128 x 128), Nemotron-H 8B (Mamba-2, 8 groups, 128
+heads of 128 x 64), Kimi-Linear (KDA, 32 heads of 128 x 128), and Qwen3-Next's convolution. Prefill
+stands beside vLLM's chunk kernels, decode (requests in the middle of a chunk) beside its recurrent
+ones. Medians of CUDA graph replays in turn (of events where a call cannot be captured); ratio is
+vLLM's time / ours. Several launch shapes of ours are timed, which have the same bits.
+
+With ``--meet FOLDER --count N`` N processes compile side by side, then time one after the other.
+"""
+
+# ruff: noqa: E402  (its parts and the package are found beside it)
+
+import argparse
+import fcntl
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "src"))
+sys.path.insert(0, str(HERE))
+
+from gpu_measure import eager_median, medians
+
+from zeromismatch.kernels.convolution import gpu as convolution
+from zeromismatch.kernels.recurrence import gpu, gpu_blocks
+from zeromismatch.kernels.recurrence.pages import slots_of
+
+BF16, DEVICE = torch.bfloat16, "cuda"
+Call = Callable[[], Any]
+SIZES = {  # key heads, value heads, key size, value size, chunk
+    "gated_delta": (16, 32, 128, 128, 64),
+    "kda": (32, 32, 128, 128, 64),
+    "ssd": (8, 128, 128, 64, 128),
+}
+SHAPES = ((32, 4), (32, 8), (64, 4), (64, 8), (16, 1), (16, 2), (32, 2))
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, device=DEVICE)
+
+
+def inputs(kind: str, rows: int) -> tuple[Any, ...]:
+    hk, hv, k, v, _ = SIZES[kind]
+    unit = torch.nn.functional.normalize
+    gates = (hv, k) if kind == "kda" else (hv,)
+    q, key = (unit(drawn(rows, hk, k), dim=-1) for _ in range(2))
+    beta = None if kind == "ssd" else drawn(rows, hv).sigmoid()
+    return q, key, drawn(rows, hv, v), -drawn(rows, *gates).square() * 0.05, beta
+
+
+def index(counts: list[int], before: int, chunk: int) -> tuple[torch.Tensor, ...]:
+    """(start, length, table) with only the pages that a step touches."""
+    start = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+    length = torch.tensor([each + before for each in counts]).int().to(DEVICE)
+    first, last = max(before // chunk - 1, 0), -(-(before + max(counts)) // chunk)
+    each = last - first
+    table = torch.zeros(len(counts), last, dtype=torch.int32, device=DEVICE)
+    pages = torch.arange(len(counts) * each, dtype=torch.int32, device=DEVICE)
+    table[:, first:] = pages.view(len(counts), each)
+    return start, length, table
+
+
+def stores(kind: str, pages: int, dtype: torch.dtype) -> list[torch.Tensor]:
+    hk, hv, k, v, chunk = SIZES[kind]
+    gates = (hv, k) if kind == "kda" else (hv,)
+    decays = -torch.rand(pages, chunk, *gates, device=DEVICE) * 0.05
+    return [
+        drawn(pages, chunk, hk, k).to(dtype) * 0.1, drawn(pages, chunk, hv, v).to(dtype),
+        decays.cumsum(1) if dtype == BF16 else decays, drawn(pages, hv, k, v),
+    ]  # fmt: skip
+
+
+def ours(kind: str, counts: list[int], before: int) -> dict[str, Call]:
+    """Calls of one step by the name of their launch shape."""
+    given, where = inputs(kind, sum(counts)), index(counts, before, SIZES[kind][4])
+    pages = int(where[2].max()) + 1
+    slot = slots_of(*where, SIZES[kind][4])
+    calls: dict[str, Call] = {}
+    if kind != "kda":
+        rows = [None if x is None else x if i == 3 else x.to(BF16) for i, x in enumerate(given)]
+        kept, blocks = stores(kind, pages, BF16), gpu_blocks.blocks_of(*where[:2], sum(counts))
+        for columns, warps in SHAPES:
+            calls[f"blocks {columns} columns, {warps} warps"] = lambda c=columns, w=warps: (
+                gpu_blocks.launch(*rows, *kept, *where, blocks, columns=c, warps=w)
+            )
+    if before or kind == "kda":
+        wide = stores(kind, pages, torch.float32)
+        calls["rows fp32"] = lambda: gpu.launch(*given, *wide, *where, slot)
+    return calls
+
+
+def vllm_delta(kind: str, counts: list[int], before: int) -> Call:
+    from vllm.model_executor.layers.fla.ops import (
+        chunk_gated_delta_rule,
+        fused_recurrent_gated_delta_rule,
+    )
+    from vllm.model_executor.layers.fla.ops.kda import chunk_kda, fused_recurrent_kda
+
+    _, hv, k, v, _ = SIZES[kind]
+    q, key, value, g, beta = (x[None].contiguous() for x in inputs(kind, sum(counts)))
+    q, key, value, beta = (x.to(BF16) for x in (q, key, value, beta))
+    start = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+    if not before:
+        state = torch.zeros(len(counts), hv, v, k, device=DEVICE)
+        form = chunk_kda if kind == "kda" else chunk_gated_delta_rule
+        return lambda: form(
+            q, key, value, g, beta, initial_state=state, output_final_state=True, cu_seqlens=start
+        )
+    state = drawn(len(counts) + 1, hv, v, k)
+    slots = torch.arange(1, len(counts) + 1, dtype=torch.int32, device=DEVICE)
+    step = fused_recurrent_kda if kind == "kda" else fused_recurrent_gated_delta_rule
+    more = {"use_qk_l2norm_in_kernel": False}
+    return lambda: step(
+        q, key, value, g, beta, initial_state=state, inplace_final_state=True, cu_seqlens=start,
+        ssm_state_indices=slots, **more,
+    )  # fmt: skip
+
+
+def vllm_ssd(counts: list[int], before: int) -> Call:
+    from vllm.model_executor.layers.mamba.ops.mamba_ssm import selective_state_update
+    from vllm.model_executor.layers.mamba.ops.ssd_combined import mamba_chunk_scan_combined_varlen
+
+    groups, heads, k, v, chunk = SIZES["ssd"]
+    total = sum(counts)
+    c, b, x = (drawn(total, n, w).to(BF16) for n, w in ((groups, k), (groups, k), (heads, v)))
+    dt, rate = torch.rand(total, heads, device=DEVICE) * 0.1, -torch.ones(heads, device=DEVICE)
+    out = torch.empty_like(x)
+    if before:
+        state = drawn(total + 1, heads, v, k)
+        slots = torch.arange(1, total + 1, dtype=torch.int32, device=DEVICE)
+        zeros = torch.zeros(heads, device=DEVICE)
+        wide_rate = rate[:, None, None].expand(heads, v, k)
+        skip, bias = (zeros[:, None].expand(heads, v) for _ in range(2))
+        step = dt[:, :, None].expand(total, heads, v)
+        return lambda: selective_state_update(
+            state, x, step, wide_rate, b, c, skip, dt_bias=bias, state_batch_indices=slots, out=out
+        )
+    start = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
+    pieces = torch.arange(0, total + 1, chunk, device=DEVICE, dtype=torch.int32)
+    owner = torch.repeat_interleave(
+        torch.arange(len(counts), device=DEVICE), torch.tensor(counts, device=DEVICE) // chunk
+    ).int()
+    last = (torch.tensor(counts).cumsum(0) // chunk - 1).to(DEVICE)
+    return lambda: mamba_chunk_scan_combined_varlen(
+        x, dt, rate, b, c, chunk, start, pieces, last, owner, out, state_dtype=torch.float32
+    )
+
+
+def recurrences(kind: str) -> Iterator[tuple[str, dict[str, Call], Call]]:
+    middle = 4 * SIZES[kind][4] + SIZES[kind][4] // 2
+    other = vllm_ssd if kind == "ssd" else lambda *rest: vllm_delta(kind, *rest)
+    for name, counts, before in (
+        ("prefill 8192", [8192], 0), ("prefill 8 x 2048", [2048] * 8, 0),
+        ("decode 64", [1] * 64, middle), ("decode 256", [1] * 256, middle),
+    ):  # fmt: skip
+        if kind == "kda" and sum(counts) > 8192:
+            counts, name = [1024] * 4, "prefill 4 x 1024"
+        yield name, ours(kind, counts, before), other(counts, before)
+
+
+def convolutions() -> Iterator[tuple[str, dict[str, Call], Call]]:
+    from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
+        causal_conv1d_fn,
+        causal_conv1d_update,
+    )
+
+    channels, chunk, taps = 8192, 64, 4
+    weight = drawn(channels, taps).to(BF16)
+    for name, counts, before in (("prefill 8192", [8192], 0), ("decode 256", [1] * 256, 100)):
+        where = index(counts, before, chunk)
+        x = drawn(sum(counts), channels).to(BF16)
+        pages = drawn(int(where[2].max()) + 1, chunk, channels).to(BF16)
+        slot = slots_of(*where, chunk)
+        calls: dict[str, Call] = {
+            f"{columns} columns": lambda c=columns, x=x, p=pages, w=where, s=slot: (
+                convolution.launch(x, weight, None, True, p, *w, s, columns=c)
+            )
+            for columns in (256, 512, 1024)
+        }
+        state = drawn(len(counts) + 1, channels, taps - 1).to(BF16)
+        slots = torch.arange(1, len(counts) + 1, dtype=torch.int32, device=DEVICE)
+        fresh = torch.zeros(len(counts), dtype=torch.bool, device=DEVICE)
+        if before:
+            stock = lambda x=x, s=state, i=slots: causal_conv1d_update(  # noqa: E731
+                x, s, weight, None, "silu", conv_state_indices=i
+            )
+        else:
+            stock = lambda x=x, s=state, i=slots, f=fresh, w=where: causal_conv1d_fn(  # noqa: E731
+                x.t(), weight, None, s, w[0], cache_indices=i, has_initial_state=f
+            )
+        yield name, calls, stock
+
+
+def measured(calls: dict[str, Call], stock: Call) -> dict[str, Any]:
+    """Microseconds of each call; the best of ours beside vLLM's."""
+    row: dict[str, Any] = {"ours_us": {}}
+    for name, call in calls.items():
+        try:
+            mine, other = medians([call] * 4, [stock] * 4)
+            row["ours_us"][name], row["vllm_us"] = mine * 1e3, other * 1e3
+        except Exception as error:  # noqa: BLE001  (one that cannot be captured is timed by events)
+            torch.cuda.synchronize()
+            row["captured"] = repr(error)[:200]
+            row["ours_us"][name] = eager_median(call) * 1e3
+            row["vllm_us"] = eager_median(stock) * 1e3
+    row["ratio"] = row["vllm_us"] / min(row["ours_us"].values())
+    return row
+
+
+def meet(folder: Path, name: str, count: int, seconds: float = 60.0) -> None:
+    """Wait until all have compiled, at most so long."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).touch()
+    until = time.monotonic() + seconds
+    while len(list(folder.glob("*"))) < count and time.monotonic() < until:
+        time.sleep(0.2)
+
+
+def main() -> None:
+    """Compile, meet the others, time; JSON after each row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", choices=[*SIZES, "convolution"], required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--meet", type=Path)
+    parser.add_argument("--count", type=int, default=1)
+    arguments = parser.parse_args()
+    works = convolutions() if arguments.only == "convolution" else recurrences(arguments.only)
+    ready: list[tuple[str, dict[str, Call], Call]] = []
+    results: dict[str, Any] = {"card": torch.cuda.get_device_name(), "rows": {}}
+    began = time.perf_counter()
+    with torch.no_grad():
+        for name, calls, stock in works:
+            kept = {}
+            for shape, call in [*calls.items(), ("vllm", stock)]:
+                try:
+                    call()
+                    torch.cuda.synchronize()
+                    kept[shape] = call
+                except Exception:  # noqa: BLE001  (the others are still worth their time)
+                    traceback.print_exc()
+                    results.setdefault("failed", []).append(f"{name}: {shape}")
+            if kept.pop("vllm", None) is not None and kept:
+                ready.append((name, kept, stock))
+            print(
+                arguments.only, name, f"compiled at {time.perf_counter() - began:.0f} s", flush=True
+            )
+        if arguments.meet:
+            meet(arguments.meet, arguments.only, arguments.count)
+        with open(f"{arguments.meet or '/tmp/zm'}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name, calls, stock in ready:
+                results["rows"][name] = measured(calls, stock)
+                arguments.out.write_text(json.dumps(results, indent=1))
+                row = results["rows"][name]
+                print(arguments.only, name, json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
