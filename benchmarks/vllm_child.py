@@ -281,18 +281,19 @@ class Child:
         tensors = self.engine.live.llm.apply_model(_tensors)[0]
         return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
-    def train(self, steps: str) -> dict[str, Any]:
-        """Optimiser steps: sample, compare every token, learn, publish."""
+    def train(self, asked: str) -> dict[str, Any]:
+        """Optimiser steps (``STEPS SECONDS``): sample, compare every token, learn, publish."""
         import torch
 
         from zeromismatch.model_recipes.state import named_state
 
+        steps, most = (int(word) for word in asked.split())
         trainer = self.packed()
         optimiser = torch.optim.AdamW(self.model.module.parameters(), lr=1e-4)
         tokens = differing = 0
         memory, roots, publishing = [], set(), []
         began = time.perf_counter()
-        for step in range(int(steps)):
+        for step in range(steps):
             run = self.engine.generate(self.prompts(16, 200, 16, 1000 + step), WHOLE)
             logprobs = trainer.logprobs(run.requests, max_rows=16384)
             compared = self.compare(run)
@@ -307,7 +308,7 @@ class Child:
             roots.add(self.engine.live.root)
             if torch.cuda.is_available():
                 memory.append(torch.cuda.memory_allocated())
-            if time.perf_counter() - began > 150:
+            if time.perf_counter() - began > most:
                 break
         return {
             "steps": len(publishing), "tokens": tokens, "differing": differing,
