@@ -71,7 +71,9 @@ def apply(
     ] = None,
     reviewed: Annotated[
         list[str] | None,
-        typer.Option(metavar="ID", help="A new contract that you, a person, accept."),
+        typer.Option(
+            metavar="ID", help="A new contract, or a changed file in kernels/, that you accept."
+        ),
     ] = None,
     quick: options.Quick = False,
     json: options.Json = False,
@@ -79,7 +81,8 @@ def apply(
     """Try the patch in a worktree: admitted as one commit on a branch of its own, or undone.
 
     Without --repro it must bring a verified kernel that is faster. Exit 0 admitted, 1 refused, 3
-    everything is green and a new contract waits for a person, who then repeats it with --reviewed.
+    everything is green and a new contract, or a change of the project's own code, waits for a
+    person, who then repeats it with --reviewed.
     """
     from ...kernels.errors import UsageError
     from ..patch import apply_patch

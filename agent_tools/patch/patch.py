@@ -85,9 +85,9 @@ def apply_patch(
 
     repro: a repro script that must turn from mismatch (1) to equal (0). kernels: (file in the
     patch, contract id) pairs for the verifier; by default those that the patch's recipes name.
-    gates: a gates.json whose green gates must stay green. reviewed: new contract ids that a
-    person ticked; without it the report is ``waiting`` and nothing is kept. quick: short
-    verification and sweeps.
+    gates: a gates.json whose green gates must stay green. reviewed: new contract ids, and files of
+    the project's own code, that a person ticked; without it the report is ``waiting`` and nothing
+    is kept. quick: short verification and sweeps.
     """
     began = time.monotonic()
     run = run.absolute()
@@ -174,6 +174,7 @@ class _Attempt:
     reviews: Reviews
     checks: list[Check] = field(default_factory=list[Check])
     fast: bool = False
+
     def decide(self) -> PatchReport:
         """Every condition in turn; the first that fails refuses the patch."""
         try:
@@ -203,6 +204,7 @@ class _Attempt:
         if before is not None:
             self._contracts(before)
             self._certify(paths)
+            self.reviews.ask_for_code([path for path in paths if path.startswith("kernels/")])
         self._repro_after()
         if self.asked.repro is None and not self.fast:
             detail = f"without a repro, a kernel must be {FASTER} times as fast as what it replaces"
@@ -272,7 +274,6 @@ class _Attempt:
         touched = operators_of(paths)
         if not touched:
             return
-        self.reviews.told.append(f"changes the project's own code: {', '.join(paths)[:200]}")
         code, said = self.trial.certify(touched)
         self._check("verify", code == 0, f"certifying sweep of {len(touched)} contracts: {said}")
         if code != 0:
@@ -289,7 +290,7 @@ class _Attempt:
         waiting = self.reviews.waiting
         ids = ", ".join(waiting)
         reason = (
-            f"every condition is met but one: {ids} waits for a person's tick; read the kernel, "
+            f"every condition is met but one: {ids} waits for a person's tick; read the change, "
             f"then repeat `zm patch apply` with --reviewed {' --reviewed '.join(waiting)}"
         )
         self.checks.append(Check(name="review", status="not-run", detail=f"{ids} is not ticked"))

@@ -30,7 +30,7 @@ RULES = {
     "kernel": "every kernel in it says which contract it serves",
     "regress": "turns no green gate red",
     "gates": "comes with the report whose green gates it must keep",
-    "review": "a new contract is ticked by a person",
+    "review": "a new contract, and a change of the project's own code, is ticked by a person",
 }
 DENIED = {
     "kernels/bits.py": "it is the comparer",
@@ -51,6 +51,7 @@ DENIED = {
     "model_recipes/*.py": "it decides how a plan is applied",
     "src/**": "it is how the package is found",
     "skill/**": "it instructs agents",
+    "playbooks/**": "they instruct agents",
     ".ci/**": "it is how the project is tested",
 }
 ALLOWED = (
@@ -60,7 +61,6 @@ ALLOWED = (
     "model_recipes/*/*/regressions/*.py",
     "model_recipes/*/*/regressions/*.json",
     "kernels/*/*.py",
-    "playbooks/*.md",
 )
 _PLAIN = re.compile(r"[A-Za-z0-9_.+/-]+")
 

@@ -1,14 +1,15 @@
 """What of a patch waits for a person, and the ticks that it is tried with.
 
     reviews.ask(brought, verdict)     # ticked: into the commit; else for the trial
+    reviews.ask_for_code(paths)       # code of the project itself: always a person's
     reviews.forget()                  # the trial is over
-    reviews.waiting                   # contracts that nobody has ticked
+    reviews.waiting                   # contracts and files that nobody has ticked
 
 Gates refuse a recipe whose contracts are not ticked, so the trial writes a tick of its own into the
 worktree; it is gone before anything is committed.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from .repository import Repository
 
 @dataclass(slots=True, kw_only=True)
 class Reviews:
-    """See the module. reviewed: contract ids that the person who started this accepts."""
+    """See the module. reviewed: contract ids and files that the person who started this accepts."""
 
     repo: Repository
     tree: Path
@@ -45,6 +46,12 @@ class Reviews:
         if verdict.new_contract:
             self.before.setdefault(folder, held)
             ticks.write_ticks(folder, (*held, made))
+
+    def ask_for_code(self, paths: Sequence[str]) -> None:
+        """Take in files of the project itself: they run inside the sweep and the gates that judge
+        them, whose word is therefore not enough."""
+        self.told += [f"{path} is the project's own code, and judges itself" for path in paths]
+        self.waiting += [path for path in paths if path not in self.reviewed]
 
     def forget(self) -> None:
         """Take the trial's own ticks back."""

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from zeromismatch.agent_tools.gates import GATES, run_gates
 from zeromismatch.agent_tools.patch import apply_patch, propose_patch, revert_patch
 from zeromismatch.agent_tools.patch.journal import Journal
 from zeromismatch.agent_tools.patch.records import PatchReport
+from zeromismatch.agent_tools.patch.trial import FASTER
+from zeromismatch.kernels import certify, dispatch
 from zeromismatch.kernels.errors import MisalignedError
 from zeromismatch.model_recipes.models import load_model
 
@@ -24,12 +27,21 @@ from .conftest import FILES, diff_of, git, make_repository, restore, seen
 NOTES = "model_recipes/org/model/NOTES.md"
 KERNEL = "model_recipes/org/model/kernels/norm.py"
 CONTRACT = "rmsnorm.lanes16.float32.cpu.v1"
+GRADIENT = "rmsnorm_grad.lanes16.float32.cpu.v1"
 CANDIDATE = Path(__file__).parents[1] / "verify" / "candidates" / "norm.py"
 REPRO = """
 import pathlib, sys
 sys.exit(0 if "fixed" in pathlib.Path("model_recipes/org/model/NOTES.md").read_text() else 1)
 """
 FIX = diff_of(NOTES, "fixed\n")
+FORGED = """
+import json, os, sys
+answers = {"certify": {"refused": 0}, "regress": {"status": "pass", "reason": "all green"}}
+for command, answer in answers.items():
+    if command in sys.argv:
+        os.write(1, json.dumps(answer).encode())
+        os._exit(0)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -215,6 +227,45 @@ def test_a_verified_kernel_is_admitted_and_reverted_whole(
     assert seen(repository) == before
 
 
+@pytest.fixture
+def portable() -> Iterator[None]:
+    """The portable core serves the norm, as on a machine without wide vectors."""
+    certify.load_operators()
+    held = {each: dispatch.choose(each).name for each in (CONTRACT, GRADIENT)}
+    for each in held:
+        dispatch.adopt(each, "core-portable")
+    yield
+    for each, name in held.items():
+        dispatch.adopt(each, name)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("portable")
+def test_a_faster_kernel_with_the_same_bits_is_admitted_without_a_repro(
+    repository: Path, tmp_path: Path, gates: Path
+):
+    diff = diff_of(KERNEL, CANDIDATE.read_text())
+    report = attempt(
+        repository, diff, tmp_path / "run", gates=gates, kernels=[(KERNEL, CONTRACT)]
+    )
+    assert report.status == "admitted", report.reason
+    assert [(each.name, each.status) for each in report.checks] == [
+        ("verify", "pass"), ("regress", "pass"),
+    ]  # fmt: skip
+    verdict = json.loads((tmp_path / "run" / "verify-norm.py.json").read_text())
+    assert verdict["speed"]["baseline"] == "core-portable"
+    assert verdict["speed"]["ratio"] >= FASTER
+
+
+def test_what_mends_nothing_and_is_no_faster_is_undone(
+    repository: Path, tmp_path: Path, gates: Path
+):
+    before = seen(repository)
+    report = attempt(repository, FIX, tmp_path / "run", gates=gates)
+    assert [entry.rule for entry in report.refusals] == ["no-gain"]
+    assert seen(repository) == before
+
+
 def test_a_branch_that_somebody_built_on_is_kept(repository: Path, tmp_path: Path):
     folder = tmp_path / "run"
     propose_patch(repository, FIX, run=folder)
@@ -227,11 +278,16 @@ def test_a_branch_that_somebody_built_on_is_kept(repository: Path, tmp_path: Pat
     assert git(repository, "branch", "--list", "zero-mismatch/run")
 
 
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone of this project, whose own code then runs in the worktree."""
+    folder = tmp_path / "clone"
+    git(tmp_path, "clone", "-q", "--shared", str(Path(__file__).parents[3]), str(folder))
+    return folder
+
+
 @pytest.mark.slow
-def test_a_changed_contract_is_refused(tmp_path: Path, repro: Path, gates: Path):
-    """In a clone of this project, whose own code then runs in the worktree."""
-    clone = tmp_path / "clone"
-    git(tmp_path, "clone", "-q", "--shared", str(Path(__file__).parents[3]), str(clone))
+def test_a_changed_contract_is_refused(clone: Path, tmp_path: Path, gates: Path):
     path = "kernels/embedding/cpu.py"
     old = (clone / path).read_text()
     new = old.replace("order=_order", 'order=f"any, or {_order}"')
@@ -240,6 +296,29 @@ def test_a_changed_contract_is_refused(tmp_path: Path, repro: Path, gates: Path)
     report = attempt(clone, diff, tmp_path / "run", gates=gates)
     assert report.refusals[0].rule == "contracts", report.reason
     assert report.refusals[0].detail.startswith("contract embedding")
+
+
+@pytest.mark.slow
+def test_code_that_forges_its_own_judgement_is_not_admitted(
+    clone: Path, tmp_path: Path, gates: Path
+):
+    """It runs inside sweep, repro and gates, and answers for them: all green, and yet no branch."""
+    path, before = "kernels/embedding/cpu.py", seen(clone)
+    old = (clone / path).read_text()
+    diff = diff_of(path, old + FORGED, old=old)
+    judged = tmp_path / "repro.py"
+    judged.write_text(
+        "import sys\nfrom zeromismatch.kernels.embedding import cpu\n"
+        "sys.exit(0 if cpu.__dict__.get('answers') else 1)\n"
+    )
+    report = attempt(clone, diff, tmp_path / "run", repro=judged, gates=gates)
+    assert {(each.name, each.status) for each in report.checks} == {
+        ("repro-before", "pass"), ("contracts", "pass"), ("verify", "pass"),
+        ("repro-after", "pass"), ("regress", "pass"), ("review", "not-run"),
+    }  # fmt: skip
+    assert (report.status, report.branch) == ("waiting", None)
+    assert f"--reviewed {path}" in report.reason
+    assert seen(clone) == before
 
 
 def test_the_small_repository_is_whole(tmp_path: Path):

@@ -60,6 +60,7 @@ BAD = {
     "a reference of a GPU": (diff_of("kernels/rmsnorm/gpu.py", "x = 2\n"), "denied-file"),
     "a test": (diff_of("tests/test_one.py", "def test(): pass\n"), "denied-file"),
     "a gate": (diff_of("agent_tools/gates/base.py", "x = 2\n"), "denied-file"),
+    "a playbook": (diff_of("playbooks/day-0.md", "{{ x }}\n"), "denied-file"),
     "the compiled core": (diff_of("kernels/cpu/gemm.h", "x\n"), "denied-file"),
     "the README": (diff_of("README.md", "other\n"), "not-allowed"),
     "the build": (diff_of("pyproject.toml", "x\n"), "not-allowed"),
