@@ -31,6 +31,8 @@ from .records import Record
 from .training_report import write_training_page
 
 WINDOW = 20
+HELD_OUT_SEED = 10**6
+"""Added to the run's seed, a dataset gives entries that training does not see."""
 Progress = Callable[[str], None]
 Show = Callable[[UpdateRecord], None]
 
@@ -118,6 +120,7 @@ def start(
         dtype=command.dtype,
         device=command.device,
         model_seed=command.seed,
+        held_out=task_named(config.task, model, seed=config.seed + HELD_OUT_SEED),
     )
     progress(f"training in {folder}")
     with Journal(folder, on_record=show) as journal:
@@ -125,7 +128,9 @@ def start(
         def sink(facts: Any) -> None:
             journal.write(facts)
 
-        outcome = train(setup, folder, resume=resume, sink=sink, model=model)
+        outcome = train(
+            setup, folder, resume=resume, sink=sink, evaluated=journal.evaluated, model=model
+        )
     records = read_journal(folder)
     _, page = write_training_page(folder)
     return _summed_up(

@@ -15,6 +15,7 @@ from typing import Literal
 
 from ..trainer.diagnostics.journal import FILE, read_journal
 from ..trainer.diagnostics.record import UpdateRecord
+from ..trainer.loop.evaluation import Evaluation, read_evaluations
 from .curves import CurveDrawing, Line, draw
 from .records import Record
 from .report import Command, templates, write_whole
@@ -88,11 +89,22 @@ def write_training_page(folder: Path, to: Path | None = None) -> tuple[CurvePage
     Raises UsageError where there are no records.
     """
     resume = shlex.join(["zm", "train", "--resume", str(folder)])
-    page = training_page(read_journal(folder), title=f"Training run {folder.name}", command=resume)
+    page = training_page(
+        read_journal(folder),
+        title=f"Training run {folder.name}",
+        command=resume,
+        evaluations=read_evaluations(folder),
+    )
     return page, write_whole(to or folder / PAGE, render_curves(page))
 
 
-def training_page(records: Sequence[UpdateRecord], *, title: str, command: str = "") -> CurvePage:
+def training_page(
+    records: Sequence[UpdateRecord],
+    *,
+    title: str,
+    command: str = "",
+    evaluations: Sequence[Evaluation] = (),
+) -> CurvePage:
     """The page of these records."""
     compared = sum(record.kernel.compared for record in records)
     unequal = sum(record.kernel.unequal for record in records)
@@ -130,13 +142,52 @@ def training_page(records: Sequence[UpdateRecord], *, title: str, command: str =
         tone=tone,
         headline=headline,
         facts=tuple(facts),
-        sections=tuple(
-            Section(title=name, curves=tuple(curves)) for name, curves in sections.items()
+        sections=(
+            *_held_out(evaluations),
+            *(Section(title=name, curves=tuple(curves)) for name, curves in sections.items()),
         ),
         commands=(Command(label="Go on with it", command=command),) if command else (),
         notes=(
             "The kernel term is measured on audited tokens under the weights that sampled them; "
             "D3 and the rest of the second section hold weight lag as well.",
+        ),
+    )
+
+
+def _held_out(evaluations: Sequence[Evaluation]) -> tuple[Section, ...]:
+    """The section on held-out problems, if there were any."""
+    if not evaluations:
+        return ()
+    last = evaluations[-1]
+    k = last.samples
+    lines = (
+        Line(name=f"mean@{k}", values=tuple(each.mean_at_k for each in evaluations)),
+        Line(name="pass@1", values=tuple(each.pass_at_1 for each in evaluations)),
+    )
+    drawn = draw(lines, title=f"mean@{k} and pass@1, one point an evaluation", logarithmic=False)
+    return (
+        Section(
+            title="Held-out problems",
+            text=f"{last.problems} problems that training does not see, {k} responses each, the "
+            "same seeds every time. pass@1: first responses that are solved; "
+            f"mean@{k}: all responses that are.",
+            columns=("version", "pass@1", f"mean@{k}", "standard error", "reward"),
+            rows=tuple(
+                (
+                    str(each.version),
+                    *(
+                        f"{value:.3f}"
+                        for value in (
+                            each.pass_at_1,
+                            each.mean_at_k,
+                            each.standard_error,
+                            each.reward,
+                        )
+                    ),
+                )
+                for each in evaluations
+            ),
+            curves=(drawn,) if drawn is not None else (),
         ),
     )
 

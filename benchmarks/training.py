@@ -48,8 +48,9 @@ RUNS: dict[str, dict[str, Any]] = {
     "lag-8": {"lag": 8},
     "lag-64": {"lag": 64},
     "lag-2-shuffled": {"lag": 2, "shuffle_rewards": True},
-    "lag-8-free": {"lag": 8, "mode": "free", "audit": 2},
-    "lag-64-free": {"lag": 64, "mode": "free", "audit": 2},
+    "lag-2-free": {"lag": 2, "mode": "free", "audit": 2, "fill": 0.75},
+    "lag-8-free": {"lag": 8, "mode": "free", "audit": 2, "fill": 0.75},
+    "lag-64-free": {"lag": 64, "mode": "free", "audit": 2, "fill": 0.75},
 }
 STEP = "step"
 SHAPES = ((8, 8), (64, 64))
@@ -183,8 +184,9 @@ def row_of(name: str, found: Found) -> list[str]:
         for _ in range(tokens)
     ]
     first, last, error = rise(rewards)
+    drained = settings.get("mode") == "free" and not settings.get("fill")
     return [
-        name,
+        f"{name}, fill 0" if drained else name,
         f"{settings['learning_rate']:g}",
         str(len(rewards)),
         f"{sum(found['unequal']):,} of {sum(found['compared']):,}",
@@ -218,7 +220,9 @@ def page(held: dict[str, Found]) -> str:
         "prompts × 8 responses × 8 tokens, AdamW at one rate for every lag, nothing clipped, one "
         f"worker thread, one torch thread; {machine}. What a tiny model learns says nothing about "
         "a real one; the table shows that the lag is real and that the kernel term is 0 under it. "
-        "Free-running rows take whatever version is newest. "
+        "Free-running rows take whatever version is newest, and the learner keeps three quarters "
+        "of the window under way before it (`fill`), except in rows that say `fill 0`: there it "
+        "takes an update as soon as it is there. "
         "Other work shared the machine while the runs went on, which is why the processor time of "
         "an update (rollout, audit, step, publication) stands beside its time.",
         "",

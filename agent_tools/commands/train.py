@@ -43,6 +43,10 @@ def train(
         Literal["paged", "vllm"] | None, typer.Option(help="The engine that samples.")
     ] = None,
     workers: Annotated[int | None, typer.Option(help="Rollout engines.")] = None,
+    evaluate: Annotated[
+        int | None,
+        typer.Option("--evaluate-every", help="Updates between evaluations on held-out problems."),
+    ] = None,
     rate: Annotated[float | None, typer.Option("--learning-rate", help="After warm-up.")] = None,
     seed: Annotated[int | None, typer.Option(help="Of prompts, sampling and audits.")] = None,
     config: Annotated[
@@ -69,6 +73,7 @@ def train(
     given: dict[str, Any] = {
         "task": task, "updates": updates, "lag": lag, "mode": mode, "placement": placement,
         "rollout": rollout, "workers": workers, "learning_rate": rate, "seed": seed,
+        "evaluate_every": evaluate,
     }  # fmt: skip
     chosen = settings(recipe, given, file=config, resume=resume)
     folder = resume or out or new_folder("train")

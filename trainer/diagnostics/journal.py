@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from ...kernels.errors import CapabilityError, DiskError, UsageError
 from ...kernels.files import replace_whole
+from ..loop.evaluation import Evaluation
 from ..loop.records import UpdateFacts
 from .record import UpdateRecord, record_of
 
@@ -62,6 +63,12 @@ class Journal:
         if self._on_record is not None:
             self._on_record(record)
         return record
+
+    def evaluated(self, found: Evaluation) -> None:
+        """An evaluation's curves; the run folder has its line already."""
+        if self._events is not None:
+            for name in ("pass_at_1", "mean_at_k", "reward"):
+                self._events.add_scalar(f"held_out/{name}", getattr(found, name), found.version)
 
     def close(self) -> None:
         """Close both files."""

@@ -117,7 +117,7 @@ class Auditor:
         if version == self._installed:
             return
         self._installed = None
-        weights = self.versions.read(version)
+        weights = self.versions.read(version, self.engine.loaded.device)
         for name, tensor in named_state(self.engine.loaded.module).items():
             tensor.copy_(weights[name])
         self._installed = version

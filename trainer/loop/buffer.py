@@ -7,9 +7,14 @@ can be older than ``lag`` when its gradient is taken: where there is no free slo
 Nothing is dropped, nothing overtakes: the learner waits for the oldest group.
 
 In deterministic mode group n starts on version max(0, u - lag), whatever the timing; in free mode
-on the newest published one. What a killed run had claimed keeps its version: a resumed run draws
-the same responses from the same weights. Claims are made in the order of groups, so their versions
-never fall.
+on the newest published one. There the learner, which would else run into an empty buffer and train
+on whatever has just been drawn, keeps ``ahead`` updates before it: it takes update u once every
+group up to update u + ahead has *started*. The group that starts next is therefore at least
+``ahead`` versions old when its turn comes, and at most ``lag``. Neither side waits for the other to
+finish: while update u is learned from, update u + ahead is being drawn.
+
+What a killed run had claimed keeps its version: a resumed run draws the same responses from the
+same weights. Claims are made in the order of groups, so their versions never fall.
 
     claim = buffer.claim(4, timeout=600)      # a producer
     buffer.put(claim.groups[0], group)
@@ -52,12 +57,14 @@ class WorkBuffer(Generic[G]):
         updates: int,
         version: int = 0,
         deterministic: bool = True,
+        ahead: int = 0,
         held: Mapping[int, G] | None = None,
         claimed: Mapping[int, int] | None = None,
     ) -> None:
         self.groups, self.lag = groups, lag
         self.version = version
         self.deterministic = deterministic
+        self.ahead = 0 if deterministic else min(ahead, lag)
         self.blocked_seconds = 0.0
         self._last = updates * groups
         self._arrived: dict[int, G] = dict(held or {})
@@ -91,6 +98,7 @@ class WorkBuffer(Generic[G]):
                 claimed.append(self._waiting.pop())
                 self._claimed.pop(number, None)
             self._started.update(dict.fromkeys(claimed, start))
+            self._changed.notify_all()
             return Claim(groups=tuple(claimed), version=start)
 
     def put(self, group: int, content: G) -> None:
@@ -105,11 +113,12 @@ class WorkBuffer(Generic[G]):
             self._changed.notify_all()
 
     def take(self, update: int, *, timeout: float) -> list[G]:
-        """The groups of an update, in order; waits until all are there."""
+        """The groups of an update, in order; waits until all are there, and enough behind them."""
         wanted = range(update * self.groups, (update + 1) * self.groups)
+        started = (update + self.ahead + 1) * self.groups
         with self._changed:
             self._wait(
-                lambda: all(n in self._arrived for n in wanted),
+                lambda: all(n in self._arrived for n in wanted) and self._started_below(started),
                 timeout,
                 f"for the groups of update {update}",
             )
@@ -147,6 +156,10 @@ class WorkBuffer(Generic[G]):
         number = self._waiting[-1]
         room = number // self.groups - self.lag <= self.version
         return room and self._claimed.get(number, 0) <= self.version
+
+    def _started_below(self, number: int) -> bool:
+        """Whether the version of every group below ``number`` is settled."""
+        return all(n in self._claimed for n in self._waiting if n < number)
 
     def _start_of(self, number: int) -> int:
         """The version that a group starts on, now that it may."""

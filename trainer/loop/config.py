@@ -5,11 +5,14 @@
 A resumed run must have the same settings, except for those in :data:`MAY_CHANGE`.
 """
 
+import math
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-MAY_CHANGE = frozenset({"updates", "checkpoint_every", "wait_seconds", "task_seconds"})
+MAY_CHANGE = frozenset(
+    {"updates", "checkpoint_every", "wait_seconds", "task_seconds", "stop_after"}
+)
 """They decide when a run stops or gives up, not what it computes."""
 
 
@@ -29,6 +32,9 @@ class TrainConfig(BaseModel):
     mode: Literal["deterministic", "free"] = "deterministic"
     """deterministic: update u learns from version max(0, u - L) exactly, whatever the timing. free:
     workers take the newest version."""
+    fill: float = Field(default=0.75, ge=0, le=1)
+    """Mode free: the learner keeps at least this share of L updates under way before it, so that
+    the lag stays between that and L; 0: it takes an update as soon as it is there."""
     partial: Literal["forbidden", "recorded"] = "forbidden"
     """Whether a publication waits for running responses, or goes in between two of their steps;
     then the rest is drawn from the new version, after a new prefill, and each token says which."""
@@ -76,6 +82,14 @@ class TrainConfig(BaseModel):
     """Where they run."""
     ranks: int = Field(default=1, ge=1)
     """Processes that the learner is sharded over; another number sums gradients differently."""
+    evaluate_every: int | None = Field(default=None, ge=1)
+    """Updates between two evaluations on held-out problems, beside training; None for none."""
+    evaluate_problems: int = Field(default=32, ge=1)
+    """Held-out problems of each evaluation, the same every time."""
+    evaluate_samples: int = Field(default=4, ge=1)
+    """k: responses to each of them."""
+    stop_after: float | None = Field(default=None, gt=0)
+    """Seconds after which the run writes a checkpoint and ends, to be resumed; None: never."""
     checkpoint_every: int = Field(default=10, ge=1)
     """Updates between two checkpoints."""
     wait_seconds: float = Field(default=600.0, gt=0)
@@ -91,6 +105,11 @@ class TrainConfig(BaseModel):
                 "partial forbidden"
             )
         return self
+
+    @property
+    def ahead(self) -> int:
+        """Updates that must be under way before the learner takes one."""
+        return math.ceil(self.fill * self.lag)
 
 
 def differences(kept: TrainConfig, asked: TrainConfig) -> list[str]:

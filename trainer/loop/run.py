@@ -5,10 +5,11 @@
 Producers claim groups from the work buffer, have a worker generate them, have a slice audited,
 write them to the journal and put them back. The learner takes the oldest complete update, checks
 its lag, steps, checks the kernel term, publishes the new version and writes a checkpoint when one
-is due. Whatever fails anywhere ends the run with its own error; ``resume=True`` goes on from the
-last checkpoint, the journal and the published versions: in deterministic mode with the bits of the
-run that was never interrupted; in free mode without losing a group that had arrived, and with those
-that were on their way drawn again from the version that they had started on.
+is due; a thread beside it writes what is published, another answers held-out problems. Whatever
+fails anywhere ends the run with its own error; ``resume=True`` goes on from the last checkpoint,
+the journal and the published versions: in deterministic mode with the bits of the run that was
+never interrupted; in free mode without losing a group that had arrived, and with those that were on
+their way drawn again from the version that they had started on.
 
 ``pytest tests/trainer/loop`` exercises it; the command is ``zm train``.
 """
@@ -16,7 +17,6 @@ that were on their way drawn again from the version that they had started on.
 import contextlib
 import copy
 import json
-import random
 import threading
 import time
 from collections.abc import Callable, Generator, Sequence
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ...kernels.errors import CapabilityError, MisalignedError, NonFiniteError
+from ...kernels.errors import NonFiniteError
 from ...kernels.files import replace_whole
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
@@ -36,12 +36,15 @@ from .audit import Auditor, Group, audit_of, old_of, require_zero
 from .buffer import Closed, WorkBuffer
 from .config import TrainConfig
 from .crossing import Crossing
+from .evaluation import Evaluation, Evaluator, settings_of
 from .export import export
 from .folder import RunFolder
 from .hosts import HOSTS, Host, ThreadHost, WorkerDied
 from .learner import Learner
+from .limits import check_lag, check_loss
+from .publisher import Publisher
 from .records import Loss, Task, Trajectory, UpdateFacts
-from .trajectories import to_json
+from .trajectories import dealt, to_json
 from .worker import Generated, WorkerSpec
 
 if TYPE_CHECKING:
@@ -52,11 +55,15 @@ RESTARTS = 3
 """How often one claim may lose its worker before the run gives up."""
 
 Sink = Callable[[UpdateFacts], None]
+Evaluated = Callable[[Evaluation], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """What is trained, on what. ``model``, ``dtype``, ``device``, ``model_seed``: for loading."""
+    """What is trained, on what. ``model``, ``dtype``, ``device``, ``model_seed``: for loading.
+
+    held_out: asks and scores what is evaluated; None takes ``task``.
+    """
 
     model: str
     plan: Plan
@@ -65,6 +72,7 @@ class Setup:
     dtype: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     model_seed: int = 0
+    held_out: Task | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,9 +93,11 @@ def train(
     *,
     resume: bool = False,
     sink: Sink = lambda facts: None,
+    evaluated: Evaluated = lambda found: None,
     model: LoadedModel | None = None,
 ) -> Outcome:
-    """Run to ``config.updates`` updates, then export. ``sink`` gets every update's facts.
+    """Run to ``config.updates`` updates, then export. ``sink`` gets every update's facts, and
+    ``evaluated`` every evaluation's figures, both in the calling thread.
 
     model: the model as loaded, with no plan on it; it is trained in place. None loads it.
     """
@@ -104,7 +114,7 @@ def train(
         run = _Run(setup, opened, model)
         try:
             resumed_at = run.learner.version
-            run.to_the_end(sink)
+            run.to_the_end(sink, evaluated)
             root = run.root
         finally:
             run.close()
@@ -124,25 +134,13 @@ class _Run:
     def __init__(self, setup: Setup, folder: RunFolder, model: LoadedModel | None) -> None:
         self.setup, self.config, self.folder = setup, setup.config, folder
         config, loss = setup.config, loss_named(setup.config.loss)
-        if (loss.needs_head or loss.needs_routes) and config.ranks > 1:
-            raise CapabilityError(
-                f"loss {loss.name} works on more than the rollout's tokens and logprobs, which a "
-                "learner on several ranks does not take; use ranks 1"
-            )
-        if (loss.needs_head or loss.needs_routes) and config.rollout != "paged":
-            raise CapabilityError(
-                f"loss {loss.name} watches the rollout engine at work, which {config.rollout} does "
-                "not allow; use rollout paged"
-            )
-        if loss.needs_routes and config.partial == "recorded":
-            raise CapabilityError(
-                f"loss {loss.name} replays one choice per token, and a response that goes on under "
-                "a newer version can hold two; set `partial: forbidden`"
-            )
+        check_loss(loss, config)
         base = model or load_model(
             setup.model, dtype=setup.dtype, device=setup.device, seed=setup.model_seed
         )
-        self.copies = {name: _copy(base) for name in ("auditor", "worker")}
+        own = ("auditor", "worker", "evaluator") if config.placement == "threads" else ("auditor",)
+        skipped = {"evaluator"} if config.evaluate_every is None else set[str]()
+        self.copies = {name: _copy(base) for name in own if name not in skipped}
         self.learner = self._learner(base, loss)
         self.auditor = Auditor(
             self.copies["auditor"], setup.plan, config, folder.versions, everything=loss.needs_old
@@ -161,6 +159,7 @@ class _Run:
             updates=config.updates,
             version=version,
             deterministic=config.mode == "deterministic",
+            ahead=config.ahead,
             held=folder.journal.held(),
             claimed=folder.journal.claimed(),
         )
@@ -175,6 +174,15 @@ class _Run:
             versions=folder.versions.folder,
             threads=None if config.placement == "threads" else 1,
         )
+        self.evaluator: Evaluator | None = None
+        if config.evaluate_every is not None:
+            self.evaluator = Evaluator(
+                self._evaluating, config, folder.versions, folder.path, start=version
+            )
+        self.publisher = Publisher(
+            folder.versions, self._published, self.buffer.close, timeout=config.wait_seconds
+        )
+        self._began = time.monotonic()
         self._seconds = {"rollout": 0.0, "sync": 0.0, "blocked": 0.0}
         self._lock = threading.Lock()
 
@@ -191,20 +199,33 @@ class _Run:
             plan=setup.plan,
             config=config,
             rendezvous=rendezvous(),
+            device="cpu" if setup.device == "cpu" else "cuda",
         )
         return ShardedLearner(base, config, spec)
 
-    def to_the_end(self, sink: Sink) -> None:
-        """All updates that are left."""
-        if self.learner.version >= self.config.updates:
-            return
-        with self._producers():
-            while self.learner.version < self.config.updates:
-                sink(self._update())  # told before it is kept: what is kept is not made again
-                self._checkpoint_if_due()
+    def to_the_end(self, sink: Sink, evaluated: Evaluated) -> None:
+        """All updates that are left, or as many as there is time for."""
+        if self.learner.version < self.config.updates:
+            with self._producers():
+                late = False
+                while self.learner.version < self.config.updates and not late:
+                    sink(self._update())  # told before it is kept: what is kept is not made again
+                    late = self._is_late()
+                    self._checkpoint_if_due(late)
+                    for found in self.evaluator.fresh() if self.evaluator else ():
+                        evaluated(found)
+        for found in self.evaluator.finish() if self.evaluator else ():
+            evaluated(found)
+
+    def _is_late(self) -> bool:
+        limit = self.config.stop_after
+        return limit is not None and time.monotonic() - self._began > limit
 
     def close(self) -> None:
         """Take the plan off this process's models."""
+        self.publisher.close()
+        if self.evaluator is not None:
+            self.evaluator.close()
         self.learner.close()
         self.auditor.close()
 
@@ -225,8 +246,9 @@ class _Run:
         groups = self.buffer.take(update, timeout=config.wait_seconds)
         waited = time.perf_counter() - began
         trajectories = [each for group in groups for each in group.trajectories]
-        self._check_lag(update, trajectories)
-        trajectories = self._dealt(update, trajectories)
+        check_lag(update, trajectories, config.lag)
+        if config.shuffle_rewards:
+            trajectories = dealt(trajectories, seed=f"shuffle/{config.seed}/{update}")
         try:
             step = self.learner.step(trajectories, old_of(groups) if self.needs_old else None)
         except NonFiniteError:
@@ -236,13 +258,12 @@ class _Run:
         if config.require_zero:
             require_zero(audit, update)
         began = time.perf_counter()
-        self.root = self.folder.versions.publish(self.learner.weights(), self.learner.version)
-        self.buffer.published(self.learner.version)
-        self.folder.versions.keep_from(self.buffer.oldest_needed())
+        self.root = self.publisher.publish(self.learner.weights(), self.learner.version)
         published = time.perf_counter() - began
-        after = (
-            self.auditor.under(trajectories, self.learner.version) if config.measure_moves else None
-        )
+        after = None
+        if config.measure_moves:
+            self.publisher.wait()
+            after = self.auditor.under(trajectories, self.learner.version)
         spent = self._spent()
         return UpdateFacts(
             batch=step.batch,
@@ -263,33 +284,26 @@ class _Run:
             after=after,
         )
 
-    def _check_lag(self, update: int, trajectories: Sequence[Trajectory]) -> None:
-        oldest = min(version for each in trajectories for version in each.versions)
-        if update - oldest > self.config.lag:
-            raise MisalignedError(
-                f"update {update} holds a token of version {oldest}, older than the cap of "
-                f"{self.config.lag}; please report this: the work buffer should not allow it"
-            )
+    def _published(self, version: int) -> None:
+        """A version is on disk: say so, and delete what nobody needs any more."""
+        self.buffer.published(version)
+        needed = self.buffer.oldest_needed()
+        if self.evaluator is not None:
+            self.evaluator.consider(version)
+            needed = self.evaluator.oldest_needed(needed)
+        self.folder.versions.keep_from(needed)
 
     def _dump(self, update: int, trajectories: Sequence[Trajectory]) -> None:
         """What the stopped update was about: ids, versions, recorded logprobs, rewards."""
         found = {"update": update, "trajectories": [to_json(each) for each in trajectories]}
         replace_whole(self.folder.path / DUMP, json.dumps(found) + "\n")
 
-    def _dealt(self, update: int, trajectories: list[Trajectory]) -> list[Trajectory]:
-        """The trajectories, their rewards at random where that control is asked for."""
-        if not self.config.shuffle_rewards:
-            return trajectories
-        rewards = [each.reward for each in trajectories]
-        random.Random(f"shuffle/{self.config.seed}/{update}").shuffle(rewards)
-        return [
-            replace(each, reward=reward) for each, reward in zip(trajectories, rewards, strict=True)
-        ]
-
-    def _checkpoint_if_due(self) -> None:
+    def _checkpoint_if_due(self, late: bool) -> None:
         version = self.learner.version
-        if version % self.config.checkpoint_every and version < self.config.updates:
+        last = late or version >= self.config.updates
+        if version % self.config.checkpoint_every and not last:
             return
+        self.publisher.wait()
         self.folder.checkpoints.save(self.learner.save, version)
         self.folder.journal.keep_from(self.folder.checkpoints.oldest() * self.config.groups)
 
@@ -362,6 +376,15 @@ class _Run:
                 if restarts > RESTARTS:
                     raise
                 host = self._host(index)
+
+    def _evaluating(self) -> Host:
+        """The evaluator's own worker."""
+        config = settings_of(self.config)
+        task = self.setup.held_out or self.setup.task
+        spec = replace(self.spec, config=config, task=task)
+        if config.placement == "threads":
+            return ThreadHost(spec, self.copies.pop("evaluator", None))
+        return HOSTS[config.placement](spec)
 
     def _host(self, index: int) -> Host:
         if self.config.placement == "threads":

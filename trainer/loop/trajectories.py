@@ -11,6 +11,7 @@ lost on the way.
 
 import hashlib
 import math
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
@@ -125,6 +126,15 @@ def admit(trajectory: Trajectory, *, limit: int) -> Trajectory:
             f"(version {trajectory.versions[bad[0]]}); look at that version's weights"
         )
     return trajectory
+
+
+def dealt(trajectories: Sequence[Trajectory], *, seed: str) -> list[Trajectory]:
+    """The trajectories with their rewards dealt out at random, for that control."""
+    rewards = [each.reward for each in trajectories]
+    random.Random(seed).shuffle(rewards)
+    return [
+        replace(each, reward=reward) for each, reward in zip(trajectories, rewards, strict=True)
+    ]
 
 
 def mu_of(trajectories: Sequence[Trajectory]) -> Tensor:

@@ -13,6 +13,7 @@ import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,9 +32,11 @@ class Versions:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
 
-    def publish(self, weights: Mapping[str, Tensor], version: int) -> str:
-        """Write a version; returns the digest over all tensors."""
-        root = digest(weights)
+    def publish(
+        self, weights: Mapping[str, Tensor], version: int, *, root: str | None = None
+    ) -> str:
+        """Write a version; returns the digest over all tensors. root: that, where it is known."""
+        root = root or digest(weights)
         part = self.folder / f".{version:08d}.part"
         plain = {name: tensor.detach().contiguous() for name, tensor in weights.items()}
         try:
@@ -48,13 +51,14 @@ class Versions:
             ) from error
         return root
 
-    def read(self, version: int) -> dict[str, Tensor]:
-        """The weights of a version, checked against their digest."""
+    def read(self, version: int, device: torch.device | str = "cpu") -> dict[str, Tensor]:
+        """The weights of a version on ``device``, checked there against their digest."""
         file = self._file(version)
         try:
             with safe_open(file, framework="pt") as opened:
                 about = opened.metadata()
-                weights = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118
+                names = opened.keys()
+                weights = {name: opened.get_tensor(name).to(device) for name in names}
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"version {version} cannot be read from {file}: {error}; resume the run, which "

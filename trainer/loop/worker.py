@@ -139,7 +139,7 @@ class RolloutWorker:
         if version == self.engine.version or ahead:  # it saw a version before the claim did
             return
         began = time.perf_counter()
-        self.engine.publish(self.versions.read(version), version)
+        self.engine.publish(self.versions.read(version, self.model.device), version)
         self._install_seconds += time.perf_counter() - began
 
     def _open(self, group: int) -> list[Trajectory]:
@@ -170,7 +170,7 @@ class RolloutWorker:
         if newest <= self.engine.version:
             return None
         began = time.perf_counter()
-        publish = self.engine.stage(self.versions.read(newest), newest)
+        publish = self.engine.stage(self.versions.read(newest, self.model.device), newest)
         self._install_seconds += time.perf_counter() - began
         return publish
 

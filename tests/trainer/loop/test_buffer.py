@@ -77,6 +77,50 @@ def test_the_learner_waits_for_the_oldest_group_however_many_newer_ones_are_ther
         buffer.take(0, timeout=NOW)
 
 
+@settings(deadline=None)
+@given(
+    st.integers(1, 3),
+    st.integers(0, 6),
+    st.integers(0, 6),
+    st.lists(st.booleans(), min_size=60, max_size=60),
+)
+def test_in_free_mode_the_lag_stays_between_what_is_kept_ahead_and_the_cap(
+    groups: int, lag: int, ahead: int, produce: list[bool]
+) -> None:
+    buffer: WorkBuffer[int] = WorkBuffer(
+        groups=groups, lag=lag, updates=99, deterministic=False, ahead=ahead
+    )
+    version = 0
+    for wants_to_produce in [*produce, *[True, False] * 5]:
+        if wants_to_produce:
+            try:
+                claim = buffer.claim(groups, timeout=0)
+            except BudgetError:
+                continue
+            update = claim.groups[0] // groups
+            assert min(update, ahead, lag) <= update - claim.version <= lag
+            for number in claim.groups:
+                buffer.put(number, number)
+        else:
+            try:
+                buffer.take(version, timeout=0)
+            except BudgetError:
+                continue
+            version += 1
+            buffer.published(version)
+    assert version  # neither side waits for ever
+
+
+def test_the_learner_takes_an_update_while_the_last_one_ahead_is_still_being_drawn() -> None:
+    buffer: WorkBuffer[int] = WorkBuffer(groups=1, lag=2, updates=9, deterministic=False, ahead=2)
+    for number in [buffer.claim(1, timeout=NOW).groups[0] for _ in range(2)]:
+        buffer.put(number, number)
+    with pytest.raises(BudgetError):
+        buffer.take(0, timeout=NOW)  # update 2 has not started
+    buffer.claim(1, timeout=NOW)
+    assert buffer.take(0, timeout=NOW) == [0]
+
+
 def test_a_group_nobody_claimed_is_refused() -> None:
     buffer: WorkBuffer[int] = WorkBuffer(groups=1, lag=0, updates=1)
     with pytest.raises(UsageError, match=r"not claimed"):

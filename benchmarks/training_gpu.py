@@ -1,0 +1,256 @@
+"""Asynchronous training of SmolLM2-135M on one GPU, vLLM rollouts and learner sharing it, measured.
+
+    python benchmarks/training_gpu.py --model FOLDER --out DIR --seconds 200
+    python benchmarks/training_gpu.py --model FOLDER --out DIR --seconds 200      # goes on
+
+Task: reasoning-gym's `chain_sum`, two numbers of one or two digits, after four solved sums, a line
+each: the model answers with the rest of the line. The run is
+deterministic, so each stretch continues the same one without changing a bit. After a stretch the
+rollout is timed alone (same worker, newest version, nothing else on the GPU), then the learner's
+step alone on responses of the run. ``--plan stock`` is the twin on stock kernels, which does not
+stop at a kernel term that is not 0. What an update took lies in ``metrics.jsonl``, all else in
+``facts.json`` of DIR.
+"""
+
+import argparse
+import json
+import random
+import statistics
+import sys
+import time
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+
+from zeromismatch.agent_tools.training import rise
+from zeromismatch.kernels.files import replace_whole
+from zeromismatch.model_recipes.apply import find_sites
+from zeromismatch.model_recipes.models import LoadedModel, load_model
+from zeromismatch.model_recipes.plan import plan_from, stock_plan
+from zeromismatch.trainer.diagnostics.journal import Journal, read_journal
+from zeromismatch.trainer.loop import hosts
+from zeromismatch.trainer.loop.config import TrainConfig
+from zeromismatch.trainer.loop.crossing import Crossing
+from zeromismatch.trainer.loop.evaluation import HELD_OUT, read_evaluations
+from zeromismatch.trainer.loop.journal import Journal as Arrived
+from zeromismatch.trainer.loop.learner import Learner
+from zeromismatch.trainer.loop.records import Prompt, Trajectory, UpdateFacts
+from zeromismatch.trainer.loop.run import Setup, train
+from zeromismatch.trainer.loop.versions import Versions
+from zeromismatch.trainer.losses.catalogue import loss_named
+from zeromismatch.trainer.tasks.gym import GymQuestions, gym_questions
+
+SOLVED = "2 + 5 = 7\n19 - 3 = 16\n4 - 8 = -4\n36 + 6 = 42\n"
+OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+ALONE = 6
+HELD_OUT_SEED = 10**6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sums:
+    """A task: one more sum after solved ones. questions: the dataset; a line's end stops."""
+
+    tokenizer: Any
+    questions: GymQuestions
+    name: str = "gym/chain_sum"
+
+    def prompt(self, index: int, rng: random.Random) -> Prompt:
+        """The solved sums, then the dataset's next."""
+        asked = self.questions.ask(index, rng)
+        line = asked.text.rpartition(": ")[2]
+        end = self.tokenizer.encode("\n", add_special_tokens=False)
+        return Prompt(
+            tokens=tuple(self.tokenizer.encode(SOLVED + line, add_special_tokens=False)),
+            data=asked.data,
+            stop_ids=(int(end[0]), int(self.tokenizer.eos_token_id)),
+        )
+
+    def score(self, trajectory: Trajectory) -> float:
+        """The dataset's own score of the line."""
+        text = self.tokenizer.decode(list(trajectory.responses[-1]), skip_special_tokens=True)
+        return self.questions.grade(text.strip(), trajectory.prompt.data)
+
+
+class Kept(hosts.ProcessHost):
+    """A rollout worker that outlives the run, to be timed alone after it."""
+
+    made: ClassVar["list[Kept]"] = []
+
+    def __init__(self, spec: Any) -> None:
+        super().__init__(spec)
+        self.spec = spec
+        Kept.made.append(self)
+
+    def close(self) -> None:
+        """Not yet."""
+
+
+def main() -> None:
+    """One stretch, the parts alone, and the facts."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=200.0, help="of training in this stretch")
+    parser.add_argument("--updates", type=int, default=1000)
+    parser.add_argument("--lag", type=int, default=8)
+    parser.add_argument("--groups", type=int, default=16)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--new", type=int, default=6, help="tokens of a response at most")
+    parser.add_argument("--rate", type=float, default=1e-5)
+    parser.add_argument("--plan", choices=("aligned", "stock"), default="aligned")
+    parser.add_argument("--rollout", choices=("vllm", "paged"), default="vllm")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--evaluate", type=int, default=50)
+    parser.add_argument("--problems", type=int, default=64)
+    asked = parser.parse_args()
+    model = load_model(asked.model, dtype=asked.dtype, device=asked.device)
+    setup = setup_of(asked, model)
+    hosts.HOSTS["processes"] = Kept
+    began = time.perf_counter()
+    found = stretch(setup, asked.out, model)
+    found["seconds"] = time.perf_counter() - began
+    keep(asked.out, found)
+    for name, part in (("rollout_alone", rollout_alone), ("learner_alone", learner_alone)):
+        with Crossing() as crossing:  # the run itself is what counts
+            keep(asked.out, {name: part(setup, asked.out)})
+        if crossing.error is not None:
+            keep(asked.out, {name: f"{type(crossing.error).__name__}: {crossing.error}"})
+    for host in Kept.made:
+        hosts.ProcessHost.close(host)
+    print(json.dumps(json.loads((asked.out / "facts.json").read_text()), indent=1))
+
+
+def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
+    """The whole run, of which this is a stretch."""
+    tasks = [
+        Sums(
+            tokenizer=model.tokenizer,
+            questions=gym_questions("chain_sum", seed=seed, options=OPTIONS),
+        )
+        for seed in (0, HELD_OUT_SEED)
+    ]
+    sites = find_sites(model.module)
+    plan = (
+        stock_plan()
+        if asked.plan == "stock"
+        else plan_from("aligned", sites, model.dtype, model.device, model.identity)
+    )
+    config = TrainConfig(
+        recipe="-", task="gym/chain_sum", updates=asked.updates, lag=asked.lag,
+        groups=asked.groups, group_size=asked.group_size, max_new_tokens=asked.new,
+        learning_rate=asked.rate, warmup=10, max_gradient_norm=None, max_rows=16384,
+        audit=max(2, -(-asked.groups * asked.group_size // 16)),
+        require_zero=asked.plan == "aligned", rollout=asked.rollout, placement="processes",
+        checkpoint_every=100_000, stop_after=asked.seconds, wait_seconds=240.0,
+        evaluate_every=asked.evaluate or None,
+        evaluate_problems=asked.problems, evaluate_samples=4,
+    )  # fmt: skip
+    return Setup(
+        model=asked.model, plan=plan, task=tasks[0], config=config, dtype=asked.dtype,
+        device=asked.device, held_out=tasks[1],
+    )  # fmt: skip
+
+
+def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
+    """Train, and what the records of the whole run so far say."""
+    ends: list[float] = []
+    memory: list[int] = []
+    with Journal(folder, tensorboard=False) as journal:
+
+        def sink(facts: UpdateFacts) -> None:
+            record = journal.write(facts)
+            ends.append(time.perf_counter())
+            memory.append(in_use())
+            if record.version % 10 == 0:
+                print(f"{record.version} reward {record.reward:.3f} unequal "
+                      f"{record.kernel.unequal}/{record.kernel.compared} lag {record.lag_median:g} "
+                      f"d3 {record.d3:.2e} train {record.train_seconds:.2f} wait "
+                      f"{record.wait_seconds:.2f} rollout {record.rollout_seconds:.2f} sync "
+                      f"{record.sync_seconds:.2f}", file=sys.stderr, flush=True)  # fmt: skip
+
+        outcome = train(setup, folder, resume=(folder / "config.json").exists(), sink=sink,
+                        model=model)  # fmt: skip
+    records = read_journal(folder)
+    late = records[setup.config.lag + 5 :] or records
+    steps = [b - a for a, b in pairwise(ends)][setup.config.lag + 5 :] or [0.0]
+    first, last, error = rise([record.reward for record in records])
+    tenth = max(1, len(memory) // 10)
+    return {
+        "plan": setup.plan.name, "settings": setup.config.model_dump(), "torch": torch.__version__,
+        "updates": outcome.version, "resumed_at": outcome.resumed_at,
+        "compared": sum(record.kernel.compared for record in records),
+        "unequal": sum(record.kernel.unequal for record in records),
+        "kernel_largest": max(record.kernel.largest for record in records),
+        "tokens": sum(record.tokens for record in records),
+        "lag_median": statistics.median(record.lag_median for record in late),
+        "lag_least": min(min(record.lag_histogram) for record in late),
+        "reward": [first, last, error],
+        "d3_peak": max(record.d3 for record in records),
+        "step_ms": statistics.median(steps) * 1e3,
+        **{
+            f"{name}_ms": statistics.median(getattr(record, f"{name}_seconds") for record in late)
+            * 1e3
+            for name in ("train", "wait", "sync", "rollout", "blocked")
+        },
+        "memory_mib": [statistics.median(memory[tenth : 2 * tenth] or memory) / 2**20,
+                       statistics.median(memory[-tenth:]) / 2**20],
+        "evaluations": [
+            [each.version, each.pass_at_1, each.mean_at_k, each.standard_error, each.reward]
+            for each in read_evaluations(folder)
+        ],
+    }  # fmt: skip
+
+
+def rollout_alone(setup: Setup, folder: Path) -> float:
+    """Median milliseconds of an update's rollout, nothing else at work."""
+    host = next(each for each in Kept.made if each.spec.config.rollout == setup.config.rollout
+                and each.spec.config.group_size == setup.config.group_size)  # fmt: skip
+    version = Versions(folder / "versions").newest()
+    groups = setup.config.groups
+    times: list[float] = []
+    for turn in range(ALONE + 1):
+        first = HELD_OUT // 2 + turn * groups
+        began = time.perf_counter()
+        host.generate(range(first, first + groups), version, 240)
+        times.append((time.perf_counter() - began) * 1e3)
+    return statistics.median(times[1:])
+
+
+def learner_alone(setup: Setup, folder: Path) -> float:
+    """Median milliseconds of the learner's step on responses of the run."""
+    held = Arrived(folder / "arrived.jsonl").held()
+    numbers = sorted(held)[-setup.config.groups :]
+    batch = [each for number in numbers for each in held[number].trajectories]
+    model = load_model(setup.model, dtype=setup.dtype, device=setup.device)
+    learner = Learner(model, setup.plan, setup.config, loss_named(setup.config.loss))
+    learner.version = max(version for each in batch for version in each.versions)
+    times: list[float] = []
+    for _ in range(ALONE + 1):
+        began = time.perf_counter()
+        learner.step([replace(each) for each in batch])
+        times.append((time.perf_counter() - began) * 1e3)
+    learner.close()
+    return statistics.median(times[1:])
+
+
+def in_use() -> int:
+    """Bytes of the GPU in use, by every process."""
+    if not torch.cuda.is_available():
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def keep(folder: Path, found: dict[str, Any]) -> None:
+    """Add to the facts."""
+    file = folder / "facts.json"
+    held = json.loads(file.read_text()) if file.exists() else {}
+    replace_whole(file, json.dumps(held | found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
