@@ -42,7 +42,7 @@ SIZES = {  # key heads, value heads, key size, value size, chunk
     "kda": (32, 32, 128, 128, 64),
     "ssd": (8, 128, 128, 64, 128),
 }
-SHAPES = ((32, 4), (32, 8), (64, 4), (64, 8), (16, 1), (16, 2), (32, 2))
+SHAPES = ((32, 4), (64, 8), (32, 8))
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -217,7 +217,7 @@ def measured(calls: dict[str, Call], stock: Call) -> dict[str, Any]:
     return row
 
 
-def meet(folder: Path, name: str, count: int, seconds: float = 60.0) -> None:
+def meet(folder: Path, name: str, count: int, seconds: float = 20.0) -> None:
     """Wait until all have compiled, at most so long."""
     folder.mkdir(exist_ok=True)
     (folder / name).touch()
@@ -233,6 +233,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--meet", type=Path)
     parser.add_argument("--count", type=int, default=1)
+    parser.add_argument("--warm", choices=("ours", "vllm"), help="only compile these")
     arguments = parser.parse_args()
     works = convolutions() if arguments.only == "convolution" else recurrences(arguments.only)
     ready: list[tuple[str, dict[str, Call], Call]] = []
@@ -241,7 +242,8 @@ def main() -> None:
     with torch.no_grad():
         for name, calls, stock in works:
             kept = {}
-            for shape, call in [*calls.items(), ("vllm", stock)]:
+            wanted = {"ours": [*calls.items()], "vllm": [("vllm", stock)]}
+            for shape, call in wanted.get(arguments.warm, [*wanted["ours"], *wanted["vllm"]]):
                 try:
                     call()
                     torch.cuda.synchronize()
@@ -254,6 +256,8 @@ def main() -> None:
             print(
                 arguments.only, name, f"compiled at {time.perf_counter() - began:.0f} s", flush=True
             )
+        if arguments.warm:
+            return
         if arguments.meet:
             meet(arguments.meet, arguments.only, arguments.count)
         with open(f"{arguments.meet or '/tmp/zm'}.lock", "w") as lock:

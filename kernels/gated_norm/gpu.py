@@ -52,7 +52,7 @@ def _launch(
 
 
 def gated_rmsnorm(
-    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, order: str, **shape: int
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, group: int, order: str, **shape: Any
 ) -> Tensor:
     """[T, H] of x, gate [T, H] and weight [H]."""
     wide = torch.promote_types(x.dtype, weight.dtype)
@@ -61,7 +61,7 @@ def gated_rmsnorm(
     return _launch(_ORDERS.index(order), x, gate, weight, y, eps, group, **shape)
 
 
-def l2norm(x: Tensor, eps: float, divide: bool, scale: float, **shape: int) -> Tensor:
+def l2norm(x: Tensor, eps: float, divide: bool, scale: float, **shape: Any) -> Tensor:
     """fp32 [T, H]."""
     y = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     return _launch(4 if divide else 3, x, x, x, y, eps, x.shape[1], scale, **shape)

@@ -63,28 +63,28 @@ def _wide(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=torch.float32, device=x.device)
 
 
-def decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, **shape: int) -> Tensor:
+def decay(a: Tensor, a_log: Tensor, dt_bias: Tensor, **shape: Any) -> Tensor:
     """fp32 [T, N] of a [T, N], A_log [H], dt_bias [N]."""
     g, columns = _wide(a), a.shape[1]
     _rows(0, a, a, a_log, dt_bias, g, g, (columns, columns // len(a_log)), **shape)
     return g
 
 
-def time_step(dt: Tensor, dt_bias: Tensor, low: float, high: float, **shape: int) -> Tensor:
+def time_step(dt: Tensor, dt_bias: Tensor, low: float, high: float, **shape: Any) -> Tensor:
     """[T, H] in dt's dtype."""
     y = torch.empty(dt.shape, dtype=dt.dtype, device=dt.device)
     _rows(1, dt, dt, dt_bias, dt_bias, y, y, (dt.shape[1], 1), (low, high), **shape)
     return y
 
 
-def discretised(x: Tensor, dt: Tensor, a_log: Tensor, **shape: int) -> tuple[Tensor, Tensor]:
+def discretised(x: Tensor, dt: Tensor, a_log: Tensor, **shape: Any) -> tuple[Tensor, Tensor]:
     """(v [T, H, P], g [T, H]) fp32."""
     v, g = _wide(x), _wide(dt)
     _rows(2, x, dt, a_log, a_log, v, g, (x.shape[1] * x.shape[2], x.shape[2]), **shape)
     return v, g
 
 
-def skip(o: Tensor, x: Tensor, d: Tensor, **shape: int) -> Tensor:
+def skip(o: Tensor, x: Tensor, d: Tensor, **shape: Any) -> Tensor:
     """fp32 [T, H, P]."""
     y = _wide(o)
     _rows(3, x, o, d, d, y, y, (x.shape[1] * x.shape[2], x.shape[2]), **shape)

@@ -111,14 +111,17 @@ def functional(
     query_start: Tensor,
     length: Tensor,
     table: Tensor,
-    **shape: int,
+    **shape: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """``(o, u, ends)`` of the call's rows, from copies of the pages: to be proved."""
     stores = [each.clone() for each in (k_pages, u_pages, g_pages, end_pages)]
     chunk = k_pages.shape[1]
     slot = slots_of(query_start, length, table, chunk)
-    o = launch(q, k, v, g, beta, *stores, query_start, length, table, **shape)
-    return o, stores[1].flatten(0, 1)[slot], stores[3][slot[slot % chunk == chunk - 1] // chunk]
+    k_new, u_new, g_new, end_new = stores
+    pages = slot[slot % chunk == chunk - 1] // chunk
+    index = (query_start, length, table)
+    o = launch(q, k, v, g, beta, k_new, u_new, g_new, end_new, *index, **shape)
+    return o, u_new.flatten(0, 1)[slot], end_new[pages]
 
 
 reference = partial(functional, columns=16, warps=1)
@@ -143,4 +146,5 @@ CONTRACTS = {
 def step(kind: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     """:func:`launch` by its proved contract; q, k and v are rounded to bf16 first."""
     choose(CONTRACTS[kind].id)  # proved, or refused, before the first step
-    return launch(*(each.to(torch.bfloat16) for each in (q, k, v)), *rest)
+    narrow = torch.bfloat16
+    return launch(q.to(narrow), k.to(narrow), v.to(narrow), *rest)
