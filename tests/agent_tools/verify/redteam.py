@@ -10,6 +10,7 @@ from dataclasses import dataclass
 ROTARY_ID = "rotary.half.float32.cpu.v1"
 EMBEDDING_ID = "embedding.gather.float32.cpu.v1"
 SILU_ID = "activation.silu.float32.cpu.v1"
+NORM_ID = "rmsnorm.lanes16.float32.cpu.v1"
 NEW_EMBEDDING_ID = "embedding.redteam.float32.cpu.v1"
 NEW_SILU_ID = "activation.redteam.float32.cpu.v1"
 
@@ -75,6 +76,21 @@ def forward(x, cos, sin):
     y = torch.empty_like(turned)
     native("copy", turned, y, turned.numel())
     return y
+'''
+
+NORM = '''"""RMSNorm whose two gradients are one piece of memory."""
+import torch
+
+
+def forward(x, weight, eps, unit_offset=False, residual=None):
+    """x, unscaled."""
+    return x * 1.0
+
+
+def backward(dy, s, weight, eps, unit_offset=False, ds=None, initial=None):
+    """dx, and a row of it as dw."""
+    dx = dy * 1.0
+    return dx, dx[0]
 '''
 
 SILU = '''"""SiLU that is judged against itself: a new contract."""
@@ -191,6 +207,11 @@ DYNAMIC = {
     ),
     "null pointer": Cheat(rule="crash", source=native(body="*(volatile int *)0 = 1;"), hole=True),
     "never ends": Cheat(rule="time", source=rotary(first="while True: pass")),
+    "sleeps": Cheat(rule="time", hole=True, source=rotary("import time", "time.sleep(60)")),
+    "allocates bit by bit": Cheat(
+        rule="memory",
+        source=rotary(first="kept = []\n    while True: kept.append(torch.zeros(1 << 24))"),
+    ),
     "allocates without end": Cheat(
         rule="memory", source=rotary(first="torch.ones(1 << 33, dtype=torch.uint8)")
     ),
@@ -263,6 +284,7 @@ DYNAMIC = {
     "returns a parameter": Cheat(
         rule="deferred", source=rotary(last="y = torch.nn.Parameter(y, False)")
     ),
+    "returns one tensor twice": Cheat(rule="alias", contract=NORM_ID, source=NORM),
     "returns its input": Cheat(rule="alias", source=rotary(last="y = x")),
     "changes its input": Cheat(rule="inputs", source=rotary(last="x.add_(1.0)")),
     "writes past the end": Cheat(rule="guard", source=native(body="y[count] = 0;")),
