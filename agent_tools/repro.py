@@ -16,17 +16,12 @@ writes a file that runs both engines instead (``reduction/whole.py``). Command:
 ``zm repro DIVERGENCE``.
 """
 
-import os
-import platform
 import shlex
-import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from pydantic import ValidationError
 from safetensors.torch import save_file
@@ -40,6 +35,7 @@ from .graft import first_bits
 from .records import BitDifference, Culprit, Divergence, Record
 from .reduction.capture import capture
 from .reduction.case import Case, SideCall, row_digest
+from .reduction.origin import environment, revision
 from .reduction.shrink import shrink
 from .reduction.whole import WholeRepro, write_whole_repro
 from .report import write_whole
@@ -49,7 +45,6 @@ from .trace_store import load_trace
 TEMPLATES = Path(__file__).parent / "templates"
 MAX_BYTES = 5_000_000
 FILES = ("repro.py", "inputs.safetensors", "repro.json")
-SWITCHES = ("OMP_NUM_THREADS", "MKL_CBWR", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE")
 Progress = Callable[[str], None]
 
 
@@ -267,22 +262,9 @@ def _record(
         tried=tried, bytes=case.nbytes,
         pure_torch=case.left.contract is None and case.right.contract is None and fault is None,
         fault=fault, versions=dict(versions()), device="cpu",
-        environment={name: os.environ[name] for name in SWITCHES if name in os.environ}
-        | {"cpu": torch.backends.cpu.get_cpu_capability(), "machine": platform.machine(),
-           "threads": str(case.flags.threads), "onednn": str(case.flags.onednn).lower()},
-        revision=_revision(), command=command, seconds=time.monotonic() - began,
+        environment=environment(case.flags),
+        revision=revision(), command=command, seconds=time.monotonic() - began,
     )  # fmt: skip
-
-
-def _revision() -> str | None:
-    git = shutil.which("git")
-    if git is None:
-        return None
-    here = Path(__file__).resolve().parent
-    found = subprocess.run(
-        [git, "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False
-    )
-    return found.stdout.strip() or None
 
 
 def _write(folder: Path, case: Case, record: Repro) -> None:

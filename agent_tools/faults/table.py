@@ -201,7 +201,9 @@ def table(folder: Path, *, timed: bool = True) -> tuple[str, bool]:
         lines.append(line(row(FAULTS[name], each.planted, each.clean, cell)))
     lines.append("")
     if timed:
-        times = {n: (each.kind, run_alone(folder / n / "repro")) for n, each in found.items()}
+        times: dict[str, tuple[Kind, Alone]] = {
+            name: (each.kind, run_alone(folder / name / "repro")) for name, each in found.items()
+        }
         lines += timing(times)
         right = right and all(alone.within for _, alone in times.values())
     else:

@@ -50,7 +50,7 @@ class Flags:
     @classmethod
     def now(cls) -> "Flags":
         """As they are."""
-        return cls(threads=torch.get_num_threads(), onednn=torch.backends.mkldnn.enabled)
+        return cls(threads=torch.get_num_threads(), onednn=bool(torch.backends.mkldnn.enabled))
 
     @contextlib.contextmanager
     def set(self) -> Generator[None]:

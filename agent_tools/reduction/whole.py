@@ -19,15 +19,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
-from ...kernels.errors import (
-    CapabilityError,
-    InconclusiveError,
-    UncoveredSiteError,
-    UsageError,
-    ZeroMismatchError,
-)
+from ...kernels.errors import InconclusiveError, UncoveredSiteError, ZeroMismatchError
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
@@ -39,10 +33,13 @@ from ..report import write_whole
 from ..sides import PLAN_SETTINGS, Runner, Side
 from ..trace import Tracer
 from ..verdict import compare_traces
+from .case import Flags
+from .origin import environment, revision
 from .shrink import minimise
 
 EQUAL, MISMATCH, UNSUITABLE = 0, 1, 125
-UNCOVERED = "UNCOVERED"
+UNCOVERED, MISALIGNED = "UNCOVERED", "MISALIGNED"
+UNSTEADY = "the left side does not repeat itself: nondeterminism"
 """Begins what is named where an operator has no contract: that, too, a patch has to mend."""
 LAYER = re.compile(r"\blayers\.(\d+)\b")
 SOURCE = '''"""{claim}
@@ -61,7 +58,12 @@ except ImportError as error:
     sys.exit(125)
 
 record = Path(__file__).resolve().parent / "repro.json"
-sys.exit(rerun(record, expect_equal="--expect-equal" in sys.argv))
+try:
+    found = rerun(record, expect_equal="--expect-equal" in sys.argv)
+except Exception as error:
+    print(f"unsuitable: {{type(error).__name__}}: {{error}}")
+    found = 125
+sys.exit(found)
 '''
 
 
@@ -99,20 +101,53 @@ class WholeRepro(Record):
     """The first operator in execution order that differs, or what the anchor said."""
     fault: str | None = None
     status: Literal["minimal", "budget", "none"]
+    repeats: bool = True
+    """Whether the left side gives its own bits again; if not, this is nondeterminism."""
+    first: str | None = None
+    """Where it shows first."""
+    left_digest: str | None = None
+    right_digest: str | None = None
+    """Of what differs first: an operator's row, or a logprob's bits."""
     reduced: tuple[str, ...]
     tried: int
     versions: dict[str, str]
+    device: str = "cpu"
+    environment: dict[str, str] = Field(default_factory=dict[str, str])
+    revision: str | None = None
     command: str
     seconds: float
 
 
-def named_by(found: Divergence) -> str | None:
-    """The first thing that a comparison names; None where the sides are equal."""
-    if found.anchor.misalignment is not None:
-        return f"MISALIGNED {found.anchor.misalignment.what}"
-    if found.first_divergence is not None:
-        return found.first_divergence.site
-    return None if found.status == "EQUAL" else found.status
+class Shown(Record):
+    """What one comparison names first, where, and both sides' bits there.
+
+    Shown(named="model.norm", first="request r0, position 17", left="9f3c...", right="07aa...")
+    """
+
+    named: str | None
+    first: str | None = None
+    left: str | None = None
+    right: str | None = None
+
+
+def shown_by(found: Divergence) -> Shown:
+    """The first thing that a comparison names; nothing where the sides are equal."""
+    odd, first, logprobs = found.anchor.misalignment, found.first_divergence, found.logprobs
+    if odd is not None:
+        where = None if odd.request is None else f"request {odd.request}, position {odd.position}"
+        return Shown(named=f"{MISALIGNED} {odd.what}", first=where)
+    if first is not None:
+        at = first.at
+        where = f"request {at.request}, position {at.position}, row {at.row} of {at.rows}"
+        return Shown(
+            named=first.site, first=where, left=first.left_digest, right=first.right_digest
+        )
+    if found.status == "EQUAL" or logprobs is None:
+        return Shown(named=None if found.status == "EQUAL" else found.status)
+    return Shown(
+        named=found.status, left=logprobs.first_left_bits, right=logprobs.first_right_bits,
+        first=f"request {logprobs.first_request}, position {logprobs.first_position}",
+    )  # fmt: skip
 
 
 def shallow(model: LoadedModel, depth: int | None) -> LoadedModel:
@@ -130,7 +165,7 @@ def shallow(model: LoadedModel, depth: int | None) -> LoadedModel:
 
 def outcome(
     model: LoadedModel, sides: tuple[Side, Side], plan: str | Plan, requests: Sequence[Request]
-) -> str | None:
+) -> Shown:
     """Run both sides and compare, without grafting."""
     traces = []
     for side in sides:
@@ -139,8 +174,14 @@ def outcome(
         try:
             traces.append(runner.traced(tracer, tracer))
         except UncoveredSiteError as error:
-            return f"{UNCOVERED} {str(error).splitlines()[0][:200]}"
-    return named_by(compare_traces(*traces))
+            return Shown(named=f"{UNCOVERED} {str(error).splitlines()[0][:200]}")
+    return shown_by(compare_traces(*traces))
+
+
+def repeats(model: LoadedModel, side: Side, plan: str | Plan, requests: Sequence[Request]) -> bool:
+    """Whether a side gives its own bits again."""
+    named = outcome(model, (side, side), plan, requests).named
+    return named is None or named.startswith((UNCOVERED, MISALIGNED))
 
 
 def write_whole_repro(
@@ -165,21 +206,25 @@ def write_whole_repro(
     """
     began = time.monotonic()
     if fault is not None and FAULTS[fault].by not in ("operator", "anchor"):
-        named, kept, tried, status = _checked(fault, model), list(requests), 1, "none"
-        sides, depth, reduced = (left, right), None, []
+        shown, kept, tried, status = _checked(fault, model), list(requests), 1, "none"
+        sides, depth, reduced, steady = (left, right), None, [], True
     else:
         shrinking = _Shrinking(model, (left, right), plan, fault, began + seconds)
         shrinking.keeps_depth = place is not None  # a recipe is for the whole model
         progress("shrinking flags, depth, requests and tokens")
-        named, kept = shrinking.run(list(requests))
+        shown, kept = shrinking.run(list(requests))
+        steady = shrinking.steady(kept)
         sides, depth, reduced = shrinking.sides, shrinking.depth, shrinking.reduced
         tried, status = shrinking.tried, "budget" if shrinking.spent() else "minimal"
     counts = [sum(len(request.tokens) for request in each) for each in (requests, kept)]
     record = WholeRepro(
-        claim=f"{sides[0]} against {sides[1]} on {model.spec}: {named}"
+        claim=f"{sides[0]} against {sides[1]} on {model.spec}: {shown.named}"
+        + ("" if steady else f" ({UNSTEADY})")
         + (f" (planted: {FAULTS[fault].line})" if fault else ""),
         model=model.spec, dtype=dtype_name(model.dtype), seed=seed,  # pyright: ignore
-        depth=depth, sides=(str(sides[0]), str(sides[1])), named=named, fault=fault, status=status,
+        depth=depth, sides=(str(sides[0]), str(sides[1])), fault=fault, status=status,
+        named=shown.named or "", repeats=steady,
+        first=shown.first, left_digest=shown.left, right_digest=shown.right,
         plan=place or (plan if isinstance(plan, str) else plan.name),
         requests=tuple(
             StoredRequest(id=r.id, tokens=r.tokens, sampled_mask=r.sampled_mask,
@@ -191,7 +236,8 @@ def write_whole_repro(
             f"requests: {len(requests)} -> {len(kept)}",
             f"tokens: {counts[0]} -> {counts[1]}",
         ),
-        tried=tried, versions=dict(versions()), command=command,
+        tried=tried, versions=dict(versions()), device=str(model.device),
+        environment=environment(Flags.now()), revision=revision(), command=command,
         seconds=time.monotonic() - began,
     )  # fmt: skip
     write_whole(folder / "repro.json", record.model_dump_json(indent=2) + "\n")
@@ -203,8 +249,8 @@ def _planted(fault: str | None, model: LoadedModel) -> contextlib.AbstractContex
     return contextlib.nullcontext() if fault is None else plant(fault, model)
 
 
-def _checked(fault: str, model: LoadedModel) -> str:
-    return "; ".join(check(fault, model).named)
+def _checked(fault: str, model: LoadedModel) -> Shown:
+    return Shown(named="; ".join(check(fault, model).named) or None)
 
 
 class _Shrinking:
@@ -217,12 +263,12 @@ class _Shrinking:
         self.tried = 0
         self.depth: int | None = None
         self.reduced: list[str] = []
-        self._known: dict[object, str | None] = {}
+        self._known: dict[object, Shown] = {}
 
     def spent(self) -> bool:
         return time.monotonic() > self.until
 
-    def named(self, requests: Sequence[Request]) -> str | None:
+    def shown(self, requests: Sequence[Request]) -> Shown:
         key = (self.sides, self.depth, tuple(request.tokens for request in requests))
         if key not in self._known:
             self.tried += 1
@@ -230,15 +276,20 @@ class _Shrinking:
                 self._known[key] = outcome(self.model, self.sides, self.plan, requests)
         return self._known[key]
 
-    def run(self, requests: list[Request]) -> tuple[str, list[Request]]:
-        named = self.named(requests)
+    def steady(self, requests: Sequence[Request]) -> bool:
+        """Whether the left side, as it is by now, repeats itself."""
+        with _planted(self.fault, self.model):
+            return repeats(self.model, self.sides[0], self.plan, requests)
+
+    def run(self, requests: list[Request]) -> tuple[Shown, list[Request]]:
+        named = self.shown(requests).named
         if named is None:
             raise InconclusiveError(
                 "both sides give equal bits on these requests, so there is nothing to reproduce; "
                 "run `zm localize` again"
             )
         if named.startswith(UNCOVERED):
-            return named, requests  # fewer tokens would say less once it runs
+            return self.shown(requests), requests  # fewer tokens would say less once it runs
         self._flags(requests, named)
         self._depth(requests, named)
         kept = minimise(
@@ -255,7 +306,7 @@ class _Shrinking:
                     smaller = shorter
                 else:
                     step //= 2
-        return named, smaller
+        return self.shown(smaller), smaller
 
     def _flags(self, requests: Sequence[Request], named: str) -> None:
         """Without the settings of either side, one at a time."""
@@ -287,7 +338,7 @@ class _Shrinking:
 
     def _same(self, requests: Sequence[Request], named: str) -> bool:
         try:
-            return self.named(requests) == named
+            return self.shown(requests).named == named
         except ZeroMismatchError:
             return False  # no schedule of that name exists for so few tokens
 
@@ -301,25 +352,35 @@ def rerun(path: Path, *, expect_equal: bool = False) -> int:
     """Run a stored repro again; prints what it finds and returns its exit code."""
     try:
         record = WholeRepro.model_validate_json(path.read_text(encoding="utf-8"))
-        model = load_model(record.model, dtype=record.dtype, seed=record.seed)
+        model = load_model(
+            record.model, dtype=record.dtype, device=record.device, seed=record.seed
+        )
         model = shallow(model, record.depth)
-    except (OSError, ValidationError, ZeroMismatchError) as error:
+        shown, steady = _again(record, model)
+    except (OSError, ValidationError, ZeroMismatchError) as error:  # or a plan that cannot be used
         print(f"unsuitable: {error}")
         return UNSUITABLE
-    requests = [request.request() for request in record.requests]
-    if record.fault is not None and FAULTS[record.fault].by not in ("operator", "anchor"):
-        named = _checked(record.fault, model) or None
-    else:
-        sides = Side.parse(record.sides[0]), Side.parse(record.sides[1])
-        try:
-            with _planted(record.fault, model):
-                named = outcome(model, sides, record.plan, requests)
-        except (CapabilityError, UsageError) as error:  # a plan that cannot be used, say
-            print(f"unsuitable: {error}")
-            return UNSUITABLE
-    if named is None:
+    if shown.named is None:
         print("equal: every operator row and every logprob")
         return EQUAL
-    same = "as recorded" if named == record.named else f"recorded was {record.named}"
-    print(f"mismatch: {named}" + ("" if expect_equal else f" ({same})"))
+    named = shown.named + ("" if steady else f", and {UNSTEADY}")
+    print(f"mismatch: {named}" + (f", first at {shown.first}" if shown.first else ""))
+    if not expect_equal:
+        same = shown.named == record.named and steady == record.repeats
+        print("  as recorded" if same else f"  recorded was {record.claim}")
+        bits = shown.left, shown.right
+        if same and bits != (record.left_digest, record.right_digest):
+            print(f"  with other bits: {bits[0]} and {bits[1]}")
     return MISMATCH
+
+
+def _again(record: WholeRepro, model: LoadedModel) -> tuple[Shown, bool]:
+    """What differs now, and whether the left side repeats itself."""
+    if record.fault is not None and FAULTS[record.fault].by not in ("operator", "anchor"):
+        return _checked(record.fault, model), True
+    requests = [request.request() for request in record.requests]
+    sides = Side.parse(record.sides[0]), Side.parse(record.sides[1])
+    with _planted(record.fault, model):
+        shown = outcome(model, sides, record.plan, requests)
+        equal = shown.named is None
+        return shown, equal or repeats(model, sides[0], record.plan, requests)

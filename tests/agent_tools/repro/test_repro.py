@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
+import torch
+from safetensors.torch import load_file, save_file
 
 from zeromismatch.agent_tools.faults import FAULTS, plant
 from zeromismatch.agent_tools.faults.alone import MAX_BYTES, run_alone, write_repro_of
@@ -179,6 +180,24 @@ def test_the_file_exits_125_where_it_cannot_run(
             (tmp_path / name).write_bytes((written[0] / name).read_bytes())
     done = alone(tmp_path)
     assert (done.returncode, "unsuitable" in done.stdout) == (125, True), done.stderr
+
+
+@pytest.mark.parametrize("spoiled", ["record", "inputs", "kernel"])
+def test_what_fails_in_another_way_is_no_mismatch(
+    written: tuple[Path, Repro], tmp_path: Path, spoiled: str
+) -> None:
+    """A revision under `git bisect` may lack what the file calls: skipped, not called bad."""
+    for name in ("repro.py", "inputs.safetensors", "repro.json"):
+        (tmp_path / name).write_bytes((written[0] / name).read_bytes())
+    if spoiled == "record":
+        (tmp_path / "repro.json").write_text("{}")
+    elif spoiled == "inputs":
+        save_file({"shared.other": torch.zeros(1)}, tmp_path / "inputs.safetensors")
+    else:
+        text = (tmp_path / "repro.py").read_text()
+        (tmp_path / "repro.py").write_text(text.replace("F.linear(", "F.linear_of_old("))
+    done = alone(tmp_path, "--expect-equal")
+    assert (done.returncode, "unsuitable: " in done.stdout) == (125, True), done.stderr
 
 
 def test_the_record_says_where_it_comes_from(written: tuple[Path, Repro]) -> None:
