@@ -105,7 +105,8 @@ def _written(
     text: list[object] = []
     if out is not None:
         write_whole(out / REPORT, report.model_dump_json(indent=2) + "\n")
-        text.append(f"Report: {write_report(out / 'report.html', page_of(report, command))}")
+        page = page_of(report, command, str(out))
+        text.append(f"Report: {write_report(out / 'report.html', page)}")
     if junit is not None:
         text.append(f"JUnit: {write_whole(junit, as_junit(report))}")
     return text

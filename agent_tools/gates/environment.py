@@ -13,11 +13,12 @@ from ...kernels import certificates, certify, dispatch
 from ...kernels.contract import get_contract
 from ...model_recipes.bindings import COPY, POINTWISE
 from ...model_recipes.state import state_digest
+from ...trainer.engines.base import SiteCall
 from ..flips import flipped_weight
 from ..selftest import self_test
 from ..sides import Runner, Side
 from .base import Findings, Gate
-from .bench import Bench, compare_scored
+from .bench import Bench, Quiet, compare_scored
 
 SAME = (
     "model", "config_digest", "weights_digest", "weights_version", "dtype", "device", "threads",
@@ -34,8 +35,30 @@ def check(bench: Bench, found: Findings) -> None:
     found.part("both engines describe one set-up", len(SAME), len(odd), "fields", ", ".join(odd))
     for part in SHARED:
         part(bench, found)
+    _alive(bench, found)
     _activation_bit(bench, found)
-    found.not_applicable.append("plug-in alive: the embedded rollout engine has none")
+
+
+class Ran(Quiet):
+    """Which operators ran, and by which contract."""
+
+    def __init__(self) -> None:
+        self.sites: set[tuple[str, str | None]] = set()
+
+    def on_site(self, call: SiteCall, /) -> None:
+        """Note it."""
+        self.sites.add((call.site.name, call.site.contract))
+
+
+def _alive(bench: Bench, found: Findings) -> None:
+    """No plug-in carries the plan into the embedded engines: that it runs there is seen itself."""
+    engines, few = bench.on(), bench.requests[:1]
+    paged, packed = Ran(), Ran()
+    engines.run("alone", few, paged)
+    engines.pack(few, packed)
+    odd = sorted(name for name, _ in paged.sites ^ packed.sites)
+    found.part("the plan's operators run in both engines", len(paged.sites | packed.sites),
+               len(odd), "sites", ", ".join(odd[:3]))  # fmt: skip
 
 
 def _coverage(bench: Bench, found: Findings) -> None:

@@ -85,6 +85,11 @@ def check_batch(bench: Bench, found: Findings) -> None:
         found.tokens(f"decode, {size} requests a step", compare_scored(together, decoded))
         found.require(f"steps of {size} requests", _steps_of(whole.executed, size)
                       + _steps_of(together.executed, size))  # fmt: skip
+    bench.progress("C3: every batch size")
+    ramp = engines.run(_ramp(requests), requests)
+    absent = [n for n in range(1, len(requests) + 1) if not _steps_of(ramp.executed, n)]
+    found.tokens(f"decode, 1 to {len(requests)} requests a step", compare_scored(ramp, decoded))
+    found.require("a step of every size", f"missing: {absent or 'none'}", not absent)
     order = list(requests)
     random.Random(bench.seed).shuffle(order)
     mixed = engines.run(_groups(order, len(order), padded=7), requests)
@@ -177,6 +182,28 @@ def _lockstep(requests: Sequence[Request], size: int) -> Schedule:
             slices = (Slice(request=r.id, start=starts[r.id], stop=starts[r.id] + 1) for r in left)
             events.append(Step(slices=tuple(slices)))
             starts |= {r.id: starts[r.id] + 1 for r in left}
+    return Schedule(events=tuple(events))
+
+
+def _ramp(requests: Sequence[Request]) -> Schedule:
+    """Each request's beginning alone; one token each of 1, 2, 3 ... of them a step; the rest."""
+    tail = (len(requests) + 1) // 2 + 1  # as many tokens as the steps take, and one more
+    left = {r.id: min(tail, len(r.tokens) - 1) for r in requests}
+    stop = {r.id: len(r.tokens) for r in requests}
+    events: list[Event] = [
+        Step(slices=(Slice(request=name, start=0, stop=stop[name] - left[name]),)) for name in left
+    ]
+    for size in range(1, len(requests) + 1):
+        longest = sorted((name for name in left if left[name]), key=lambda name: -left[name])
+        at = {name: stop[name] - left[name] for name in longest[:size]}
+        events.append(Step(slices=tuple(Slice(request=n, start=p, stop=p + 1)
+                                        for n, p in at.items())))  # fmt: skip
+        left |= {name: left[name] - 1 for name in at}
+    events += [
+        Step(slices=(Slice(request=name, start=stop[name] - rest, stop=stop[name]),))
+        for name, rest in left.items()
+        if rest
+    ]
     return Schedule(events=tuple(events))
 
 

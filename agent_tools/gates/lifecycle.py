@@ -60,6 +60,11 @@ def check_update(bench: Bench, found: Findings) -> None:
     found.part("every tensor's digest", len(digests), len(odd), "tensors", ", ".join(odd[:3]))
     moved = [name for name, place in _addresses(rollout).items() if places[name] != place]
     found.part("every storage address", len(places), len(moved), "tensors", ", ".join(moved[:3]))
+    own, theirs = _derived(rollout), _derived(trainer)
+    if own:
+        stale = [name for name in own if own[name] != theirs.get(name)]
+        found.part("derived tensors' digests", len(own), len(stale), "tensors",
+                   ", ".join(stale[:3]))  # fmt: skip
     tied = aliases(trainer.module)
     if tied:
         broken = sum(aliases(rollout.module).get(name) != rest for name, rest in tied.items())
@@ -79,7 +84,16 @@ def check_update(bench: Bench, found: Findings) -> None:
 
 
 def _addresses(model: LoadedModel) -> dict[str, int]:
-    return {name: tensor.data_ptr() for name, tensor in named_state(model.module).items()}
+    """Where every tensor lies, those included that no checkpoint holds (rotary frequencies)."""
+    module = model.module
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
+
+
+def _derived(model: LoadedModel) -> dict[str, str]:
+    """Digests of the buffers, persistent or not."""
+    buffers = model.module.named_buffers()
+    return {name: bits.digest_tensor(tensor.reshape(1, -1)) for name, tensor in buffers}
 
 
 def _refusals(

@@ -5,6 +5,8 @@
 The culprits of C4 and C5 are shown as the comparisons that they come from.
 """
 
+import shlex
+
 from ..records import Status
 from ..report import Claim, Command, Comparison, ReportData
 from .base import GateReport, GateResult
@@ -16,8 +18,8 @@ VERDICTS: dict[str, Status] = {
 }
 
 
-def page_of(report: GateReport, command: str) -> ReportData:
-    """What the page shows; every number is in the report."""
+def page_of(report: GateReport, command: str, folder: str = "gates.json") -> ReportData:
+    """What the page shows; every number is in the report. folder: where the report lies."""
     counts = [gate.tokens for gate in report.gates]
     return ReportData(
         title=f"{report.identity.spec}: gates under plan {report.plan.name}",
@@ -52,7 +54,9 @@ def page_of(report: GateReport, command: str) -> ReportData:
         environment=report.environment,
         commands=(
             Command(label="The same gates", command=command),
-            Command(label="Again, against this report", command="zm regress gates.json"),
+            Command(
+                label="Again, against this report", command=shlex.join(["zm", "regress", folder])
+            ),
         ),
         notes=tuple(
             f"{gate.id}: {note}"

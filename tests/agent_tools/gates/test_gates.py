@@ -301,6 +301,7 @@ def test_the_commands_write_a_report_that_can_be_repeated(
     assert [entry["id"] for entry in document["gates"]] == ["C2", "C9"]
     assert document["schema_version"] == 1
     assert ET.parse(tmp_path / "j.xml").getroot().attrib["tests"] == "2"
+    assert read_report(tmp_path).commands[1].command == f"zm regress {tmp_path}"
     report = read_gates(tmp_path)
     elsewhere = report.environment | {"torch": "9.9"}
     moved = {"environment": elsewhere, "environment_digest": environment_digest(elsewhere)}
