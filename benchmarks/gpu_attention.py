@@ -3,11 +3,13 @@
 # ruff: noqa: B023  (every closure is run before its loop goes on)
 
 import importlib
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from gpu_measure import HEADS, KV_HEADS, SIZE, Call, Row, eager_median, medians, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from triton.runtime.errors import OutOfResources
 
 from zeromismatch.kernels.attention import gpu as attention
 from zeromismatch.kernels.attention import gpu_flash3 as flash3
@@ -83,6 +85,15 @@ def ways(batch: int) -> dict[str, Way]:
     return found
 
 
+def fits(arguments: tuple[Any, ...], way: Way) -> bool:
+    """Whether a way's tiles fit into a multiprocessor."""
+    try:
+        split(*arguments, way=way)
+    except OutOfResources:
+        return False
+    return True
+
+
 def decode(bandwidth: float) -> list[Row]:
     rows = []
     for batch, length, skewed in (
@@ -149,6 +160,7 @@ def decode(bandwidth: float) -> list[Row]:
         index, others = (start, kv_len, table), ways(batch)
         o, lse = torch.empty_like(q), torch.empty(HEADS, batch, device="cuda")
         lists = (q, cache.k, cache.v, o, lse, index, *lists)
+        others = {name: way for name, way in others.items() if fits(lists, way)}
         timed = medians(*([lambda way=way: split(*lists, way=way)] * 4 for way in others.values()))
         us = {name: 1e3 * each for name, each in zip(others, timed, strict=True)}
         if flash3.missing() is None:

@@ -163,7 +163,7 @@ def _grad(ctx: Any, g: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     if chain is None:
         dh, dw, db = lm_head_logprob_grad_op(g, *saved, wanted)
     else:
-        dh, dw, db = _gradients(g, *saved, wanted, chain)
+        dh, dw, db = _gradients(g, *saved, wanted=wanted, chain=chain)
         torch.autograd.graph.increment_version(saved[-1])
     return (
         dh if wants_h else None,
