@@ -54,3 +54,15 @@ def test_schedules_of_mixtures_of_experts_equal_the_packed_forward(spec: str) ->
 def test_schedules_equal_the_packed_forward_in_bfloat16(spec: str) -> None:
     dtype: DTypeName = "bfloat16"
     assert_equal(fuzz(load_model(spec, dtype=dtype), examples=60, corpus=CORPUS), 60)
+
+
+VARIANTS = ("tiny:llama+untied", "tiny:llama+llama3", "tiny:qwen3+linear", "tiny:qwen3+dynamic",
+            "tiny:qwen3+yarn", "tiny:gemma3_text+softcap", "tiny:granite")  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("spec", VARIANTS)
+def test_schedules_of_scaled_rotations_and_other_heads_equal_the_packed_forward(
+    spec: str, dtype: DTypeName
+) -> None:
+    assert_equal(fuzz(load_model(spec, dtype=dtype), examples=20, corpus=CORPUS), 20)
