@@ -375,12 +375,12 @@ def rerun(path: Path, *, expect_equal: bool = False) -> int:
 
 
 def _again(record: WholeRepro, model: LoadedModel) -> tuple[Shown, bool]:
-    """What differs now, and whether the left side repeats itself."""
+    """What differs now, and whether the left side repeats itself, if it once did not."""
     if record.fault is not None and FAULTS[record.fault].by not in ("operator", "anchor"):
         return _checked(record.fault, model), True
     requests = [request.request() for request in record.requests]
     sides = Side.parse(record.sides[0]), Side.parse(record.sides[1])
     with _planted(record.fault, model):
         shown = outcome(model, sides, record.plan, requests)
-        equal = shown.named is None
-        return shown, equal or repeats(model, sides[0], record.plan, requests)
+        steady = record.repeats or shown.named is None
+        return shown, steady or repeats(model, sides[0], record.plan, requests)
