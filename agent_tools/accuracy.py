@@ -70,13 +70,29 @@ def in_fp64(module: nn.Module) -> Any:
     return copied
 
 
+_PRODUCTS = (
+    torch.matmul,
+    Tensor.matmul,
+    Tensor.__matmul__,
+    torch.bmm,
+    Tensor.bmm,
+    torch.mm,
+    Tensor.mm,
+)
+
+
 class _KeepDouble(TorchFunctionMode):
-    """Casts to fp32 in a model's code leave fp64 tensors as they are: norms, states, routers."""
+    """Casts to fp32 in a model's code leave fp64 tensors as they are: norms, states, routers.
+
+    A product of an fp64 tensor with one that was cast to fp32 (integers: positions) is in fp64.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
+        if func in _PRODUCTS and torch.float64 in {each.dtype for each in args[:2]}:
+            args = tuple(each.double() for each in args[:2]) + args[2:]
         first = args[0] if args else None
         if isinstance(first, Tensor) and first.dtype == torch.float64:
             if func is Tensor.float:
