@@ -3,9 +3,9 @@
     python benchmarks/training_gpu.py --model FOLDER --out DIR --seconds 200
     python benchmarks/training_gpu.py --model FOLDER --out DIR --seconds 200      # goes on
 
-Task: reasoning-gym's `chain_sum`, two numbers of one or two digits, after four solved sums, a line
-each: the model answers with the rest of the line. The run is
-deterministic, so each stretch continues the same one without changing a bit. After a stretch the
+Task: reasoning-gym's `chain_sum`, two numbers of one or two digits (``--digits``), after four
+solved sums, a line each: the model answers with the rest of the line. The run is deterministic, so
+each stretch continues the same one without changing a bit. After a stretch the
 rollout is timed alone (same worker, newest version, nothing else on the GPU), then the learner's
 step alone on responses of the run. ``--plan stock`` is the twin on stock kernels, which does not
 stop at a kernel term that is not 0. What an update took lies in ``metrics.jsonl``, all else in
@@ -44,7 +44,7 @@ from zeromismatch.trainer.losses.catalogue import loss_named
 from zeromismatch.trainer.tasks.gym import GymQuestions, gym_questions
 
 SOLVED = "2 + 5 = 7\n19 - 3 = 16\n4 - 8 = -4\n36 + 6 = 42\n"
-OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}
+OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1}
 ALONE = 6
 HELD_OUT_SEED = 10**6
 
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--new", type=int, default=6, help="tokens of a response at most")
+    parser.add_argument("--digits", type=int, default=2, help="of a number at most")
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--plan", choices=("aligned", "stock"), default="aligned")
     parser.add_argument("--rollout", choices=("vllm", "paged"), default="vllm")
@@ -129,7 +130,9 @@ def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
     tasks = [
         Sums(
             tokenizer=model.tokenizer,
-            questions=gym_questions("chain_sum", seed=seed, options=OPTIONS),
+            questions=gym_questions(
+                "chain_sum", seed=seed, options=OPTIONS | {"max_digits": asked.digits}
+            ),
         )
         for seed in (0, HELD_OUT_SEED)
     ]

@@ -38,6 +38,7 @@ from .trajectories import admit, answered, extended, opened, request_of, seed_of
 from .versions import Versions
 
 R = TypeVar("R")
+MOST_RUNNING = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +82,7 @@ class RolloutWorker:
             spec.model, dtype=spec.dtype, device=spec.device, seed=spec.model_seed
         )
         self.engine = (
-            VllmEngine(self.model, spec.plan)
+            VllmEngine(self.model, spec.plan, max_running=_most_running(spec.config))
             if spec.config.rollout == "vllm"
             else PagedEngine(self.model, spec.plan)
         )
@@ -193,6 +194,11 @@ class RolloutWorker:
     def _call(self, ask: Callable[[], R], what: str) -> R:
         """The task's answer; UsageError if it raises, BudgetError if it hangs."""
         return bounded(ask, self.config.task_seconds, f"task {self.task.name}: {what}")
+
+
+def _most_running(config: TrainConfig) -> int:
+    """Responses that a worker can have under way: CUDA graphs of larger batches would be idle."""
+    return min(MOST_RUNNING, -(-config.groups // config.workers) * config.group_size)
 
 
 def bounded(ask: Callable[[], R], seconds: float, what: str) -> R:

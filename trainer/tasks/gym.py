@@ -61,8 +61,8 @@ def _dataset(name: str, seed: int, options: str) -> Any:
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise CapabilityError(
-            "reasoning-gym is not installed: run `make install`, or pip install "
-            "'zero-mismatch[train]'"
+            f"reasoning-gym is not installed completely ({error}): run `make install`, or pip "
+            "install 'zero-mismatch[train]'"
         ) from error
     if name not in DATASETS:
         near = difflib.get_close_matches(name, DATASETS, n=3) or sorted(DATASETS)[:3]

@@ -22,7 +22,7 @@ from zeromismatch.trainer.tasks.even import Even
 
 Fresh = Callable[[], LoadedModel]
 SetupOf = Callable[..., Setup]
-EVALUATED = {"evaluate_every": 2, "evaluate_problems": 3, "evaluate_samples": 2}
+EVALUATED = {"evaluate_every": 1, "evaluate_problems": 3, "evaluate_samples": 2}
 
 
 def scored(reward: float) -> Trajectory:
@@ -52,19 +52,19 @@ class CutOff(Exception):
 def test_training_keeps_its_bits_and_a_run_that_was_cut_off_its_evaluations(
     fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    plain = train(setup_of(lag=1, updates=4), tmp_path / "plain", model=fresh())
+    plain = train(setup_of(lag=1, updates=2), tmp_path / "plain", model=fresh())
     told: list[Evaluation] = []
-    setup = setup_of(lag=1, updates=4, **EVALUATED)
+    setup = setup_of(lag=1, updates=2, checkpoint_every=1, **EVALUATED)
     beside = train(setup, tmp_path / "beside", evaluated=told.append, model=fresh())
     assert beside.weights_root == plain.weights_root
     found = read_evaluations(tmp_path / "beside")
     assert found == told
-    assert [each.version for each in found] == [0, 2, 4]
+    assert [each.version for each in found] == [0, 1, 2]
     assert len({each.weights_root for each in found}) == 3
     assert found[-1].weights_root == beside.weights_root
 
     def stop(facts: UpdateFacts) -> None:
-        if facts.batch.version == 2:
+        if facts.batch.version == 1:
             raise CutOff
 
     with pytest.raises(CutOff):
@@ -79,15 +79,13 @@ def test_training_keeps_its_bits_and_a_run_that_was_cut_off_its_evaluations(
 def test_a_run_that_is_out_of_time_stops_with_a_checkpoint_and_goes_on_from_it(
     fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    settings = {"lag": 1, "updates": 3, "checkpoint_every": 50}
+    settings = {"lag": 1, "updates": 2, "checkpoint_every": 50}
     whole = train(setup_of(**settings), tmp_path / "whole", model=fresh())
     short = setup_of(stop_after=1e-9, **settings)
     last = train(short, tmp_path / "short", model=fresh())
     assert last.version == 1
-    while last.version < 3:
-        before = last.version
-        last = train(short, tmp_path / "short", resume=True, model=fresh())
-        assert (last.resumed_at, last.version) == (before, before + 1)
+    last = train(short, tmp_path / "short", resume=True, model=fresh())
+    assert (last.resumed_at, last.version) == (1, 2)
     assert last.weights_root == whole.weights_root
 
 
@@ -109,7 +107,7 @@ class Unheld:
 def test_an_evaluation_that_fails_ends_the_run_with_its_reason(
     fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    setup = setup_of(Unheld(), lag=0, updates=3, **EVALUATED)
+    setup = setup_of(Unheld(), lag=0, updates=2, **EVALUATED)
     with pytest.raises(UsageError, match=r"unheld: prompt 1000000000 raised IndexError"):
         train(setup, tmp_path, model=fresh())
 
