@@ -6,20 +6,19 @@ Qwen3-Next (gated delta rule, 16 / 32 heads of 128 x 128), Nemotron-H 8B (Mamba-
 heads of 128 x 64), Kimi-Linear (KDA, 32 heads of 128 x 128), and Qwen3-Next's convolution. Prefill
 stands beside vLLM's chunk kernels, decode (requests in the middle of a chunk) beside its recurrent
 ones. Medians of CUDA graph replays in turn (of events where a call cannot be captured); ratio is
-vLLM's time / ours. Several launch shapes of ours are timed, which have the same bits.
-
-With ``--meet FOLDER --count N`` N processes compile side by side, then time one after the other.
+vLLM's time / ours. Several launch shapes of ours are timed, which have the same bits; vLLM's
+kernels tune themselves first. Processes of one ``--lock`` compile side by side and time in turn.
 """
 
 # ruff: noqa: E402  (its parts and the package are found beside it)
 
 import argparse
-import fcntl
 import json
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ sys.path.insert(0, str(HERE.parent / "src"))
 sys.path.insert(0, str(HERE))
 
 from gpu_measure import eager_median, medians
+from gpu_tuning import alone, compiling_ahead
 
 from zeromismatch.kernels.convolution import gpu as convolution
 from zeromismatch.kernels.recurrence import gpu, gpu_blocks
@@ -42,7 +42,7 @@ SIZES = {  # key heads, value heads, key size, value size, chunk
     "kda": (32, 32, 128, 128, 64),
     "ssd": (8, 128, 128, 64, 128),
 }
-SHAPES = ((32, 4), (64, 8), (32, 8))
+SHAPES = ((32, 4), (64, 4), (64, 8))
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -93,7 +93,7 @@ def ours(kind: str, counts: list[int], before: int) -> dict[str, Call]:
             calls[f"blocks {columns} columns, {warps} warps"] = lambda c=columns, w=warps: (
                 gpu_blocks.launch(*rows, *kept, *where, blocks, columns=c, warps=w)
             )
-    if before or kind == "kda":
+    else:
         wide = stores(kind, pages, torch.float32)
         calls["rows fp32"] = lambda: gpu.launch(*given, *wide, *where, slot)
     return calls
@@ -104,21 +104,23 @@ def vllm_delta(kind: str, counts: list[int], before: int) -> Call:
         chunk_gated_delta_rule,
         fused_recurrent_gated_delta_rule,
     )
-    from vllm.model_executor.layers.fla.ops.kda import chunk_kda, fused_recurrent_kda
 
+    if kind == "kda":
+        from vllm.model_executor.layers.fla.ops.kda import chunk_kda as form
+        from vllm.model_executor.layers.fla.ops.kda import fused_recurrent_kda as step
+    else:
+        form, step = chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
     _, hv, k, v, _ = SIZES[kind]
     q, key, value, g, beta = (x[None].contiguous() for x in inputs(kind, sum(counts)))
     q, key, value, beta = (x.to(BF16) for x in (q, key, value, beta))
     start = torch.tensor([0, *counts]).cumsum(0).int().to(DEVICE)
     if not before:
         state = torch.zeros(len(counts), hv, v, k, device=DEVICE)
-        form = chunk_kda if kind == "kda" else chunk_gated_delta_rule
         return lambda: form(
             q, key, value, g, beta, initial_state=state, output_final_state=True, cu_seqlens=start
         )
     state = drawn(len(counts) + 1, hv, v, k)
     slots = torch.arange(1, len(counts) + 1, dtype=torch.int32, device=DEVICE)
-    step = fused_recurrent_kda if kind == "kda" else fused_recurrent_gated_delta_rule
     more = {"use_qk_l2norm_in_kernel": False}
     return lambda: step(
         q, key, value, g, beta, initial_state=state, inplace_final_state=True, cu_seqlens=start,
@@ -156,19 +158,23 @@ def vllm_ssd(counts: list[int], before: int) -> Call:
     )
 
 
-def recurrences(kind: str) -> Iterator[tuple[str, dict[str, Call], Call]]:
+Work = tuple[str, dict[str, Call], Callable[[], Call]]
+"""A row's name, calls of ours, and what makes vLLM's call."""
+
+
+def recurrences(kind: str) -> Iterator[Work]:
     middle = 4 * SIZES[kind][4] + SIZES[kind][4] // 2
     other = vllm_ssd if kind == "ssd" else lambda *rest: vllm_delta(kind, *rest)
     for name, counts, before in (
-        ("prefill 8192", [8192], 0), ("prefill 8 x 2048", [2048] * 8, 0),
-        ("decode 64", [1] * 64, middle), ("decode 256", [1] * 256, middle),
+        ("prefill 8192", [8192], 0), ("decode 256", [1] * 256, middle),
+        ("decode 64", [1] * 64, middle), ("prefill 8 x 2048", [2048] * 8, 0),
     ):  # fmt: skip
         if kind == "kda" and sum(counts) > 8192:
             counts, name = [1024] * 4, "prefill 4 x 1024"
-        yield name, ours(kind, counts, before), other(counts, before)
+        yield name, ours(kind, counts, before), partial(other, counts, before)
 
 
-def convolutions() -> Iterator[tuple[str, dict[str, Call], Call]]:
+def convolutions() -> Iterator[Work]:
     from vllm.model_executor.layers.mamba.ops.causal_conv1d import (
         causal_conv1d_fn,
         causal_conv1d_update,
@@ -198,75 +204,73 @@ def convolutions() -> Iterator[tuple[str, dict[str, Call], Call]]:
             stock = lambda x=x, s=state, i=slots, f=fresh, w=where: causal_conv1d_fn(  # noqa: E731
                 x.t(), weight, None, s, w[0], cache_indices=i, has_initial_state=f
             )
-        yield name, calls, stock
+        yield name, calls, lambda stock=stock: stock
 
 
-def measured(calls: dict[str, Call], stock: Call) -> dict[str, Any]:
-    """Microseconds of each call; the best of ours beside vLLM's."""
-    row: dict[str, Any] = {"ours_us": {}}
-    for name, call in calls.items():
-        try:
-            mine, other = medians([call] * 4, [stock] * 4)
-            row["ours_us"][name], row["vllm_us"] = mine * 1e3, other * 1e3
-        except Exception as error:  # noqa: BLE001  (one that cannot be captured is timed by events)
-            torch.cuda.synchronize()
-            row["captured"] = repr(error)[:200]
-            row["ours_us"][name] = eager_median(call) * 1e3
-            row["vllm_us"] = eager_median(stock) * 1e3
-    row["ratio"] = row["vllm_us"] / min(row["ours_us"].values())
-    return row
+def attempt(name: str, call: Call, failed: list[str]) -> bool:
+    """Whether a first call ends well; what it says otherwise is kept."""
+    try:
+        call()
+        torch.cuda.synchronize()
+    except Exception as error:  # noqa: BLE001  (the others are still worth their time)
+        traceback.print_exc()
+        failed.append(f"{name}: {error!r}"[:300])
+        return False
+    return True
 
 
-def meet(folder: Path, name: str, count: int, seconds: float = 20.0) -> None:
-    """Wait until all have compiled, at most so long."""
-    folder.mkdir(exist_ok=True)
-    (folder / name).touch()
-    until = time.monotonic() + seconds
-    while len(list(folder.glob("*"))) < count and time.monotonic() < until:
-        time.sleep(0.2)
+def measured(calls: dict[str, Call], row: dict[str, Any]) -> None:
+    """Microseconds of each call into ``row``: graph replays in turn, or events, which it says."""
+    try:
+        times = medians(*([call] * 4 for call in calls.values()), repeats=7)
+        row["timed by"] = "graph replays"
+    except Exception as error:  # noqa: BLE001  (one that cannot be captured)
+        torch.cuda.synchronize()
+        times = [eager_median(call) for call in calls.values()]
+        row["timed by"] = f"events, since {error!r}"[:300]
+    took = {name: ms * 1e3 for name, ms in zip(calls, times, strict=True)}
+    if "vllm" in took:
+        row["vllm_us"] = took.pop("vllm")
+        row["ratio"] = row["vllm_us"] / min(took.values())
+    row["ours_us"] = took
 
 
 def main() -> None:
-    """Compile, meet the others, time; JSON after each row."""
+    """Compile, then time a row at a time; the JSON is written after each."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=[*SIZES, "convolution"], required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--meet", type=Path)
-    parser.add_argument("--count", type=int, default=1)
-    parser.add_argument("--warm", choices=("ours", "vllm"), help="only compile these")
+    parser.add_argument("--lock", type=Path, default=Path("/tmp/zm-gpu.lock"))
+    parser.add_argument("--threads", type=int, default=4)
     arguments = parser.parse_args()
     works = convolutions() if arguments.only == "convolution" else recurrences(arguments.only)
-    ready: list[tuple[str, dict[str, Call], Call]] = []
-    results: dict[str, Any] = {"card": torch.cuda.get_device_name(), "rows": {}}
+    results: dict[str, Any] = {"card": torch.cuda.get_device_name(), "rows": {}, "failed": []}
     began = time.perf_counter()
-    with torch.no_grad():
-        for name, calls, stock in works:
-            kept = {}
-            wanted = {"ours": [*calls.items()], "vllm": [("vllm", stock)]}
-            for shape, call in wanted.get(arguments.warm, [*wanted["ours"], *wanted["vllm"]]):
-                try:
-                    call()
-                    torch.cuda.synchronize()
-                    kept[shape] = call
-                except Exception:  # noqa: BLE001  (the others are still worth their time)
-                    traceback.print_exc()
-                    results.setdefault("failed", []).append(f"{name}: {shape}")
-            if kept.pop("vllm", None) is not None and kept:
-                ready.append((name, kept, stock))
-            print(
-                arguments.only, name, f"compiled at {time.perf_counter() - began:.0f} s", flush=True
-            )
-        if arguments.warm:
-            return
-        if arguments.meet:
-            meet(arguments.meet, arguments.only, arguments.count)
-        with open(f"{arguments.meet or '/tmp/zm'}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            for name, calls, stock in ready:
-                results["rows"][name] = measured(calls, stock)
-                arguments.out.write_text(json.dumps(results, indent=1))
-                row = results["rows"][name]
-                print(arguments.only, name, json.dumps(row), flush=True)
+
+    def say(*what: object) -> None:
+        arguments.out.write_text(json.dumps(results, indent=1))
+        print(f"{time.perf_counter() - began:.0f} s", arguments.only, *what, flush=True)
+
+    with torch.no_grad(), open(arguments.lock, "w") as lock:
+        for name, calls, other in works:
+            row, failed = results["rows"].setdefault(name, {}), results["failed"]
+            calls = {k: call for k, call in calls.items() if attempt(f"{name}, {k}", call, failed)}
+            say(name, "ours compiled")
+            with alone(lock):
+                measured(calls, row)
+            say(name, row)
+            try:
+                stock = other()
+            except Exception as error:  # noqa: BLE001  (ours are timed all the same)
+                failed.append(f"{name}, vllm: {error!r}"[:300])
+                continue
+            with compiling_ahead(arguments.threads, lambda: alone(lock)):
+                if not attempt(f"{name}, vllm", stock, failed):
+                    continue
+            say(name, "vLLM's compiled and tuned")
+            with alone(lock):
+                measured({**calls, "vllm": stock}, row)
+            say(name, row)
 
 
 if __name__ == "__main__":
