@@ -2,11 +2,12 @@
 
     python benchmarks/moe.py --out benchmarks/moe_results.json [--sweep --seconds 300]
 
-One H200, bf16, hidden 2048, 128 experts of 768, top-k 8, a router's skewed loads; medians of graph
-replays in one run, interleaved. *forward*: from given choices to combined rows, as in vLLM's
+One H200, bf16, hidden 2048, 128 experts of 768, top-k 8, a router's skewed loads; medians in one
+run, interleaved. *forward*: graph replays from given choices to combined rows, as in vLLM's
 ``fused_experts`` (``vllm.model_executor.layers.fused_moe``), which takes its own tuned launch
-shapes where it ships them. *forward + backward*: beside torch's grouped_mm and a loop over experts,
-by events. ``--sweep`` times other launch shapes of our products, which have the same bits.
+shapes where it ships them. *both*: forward and backward in a graph, beside torch's grouped_mm;
+*both, no graph*: as called from Python, with a loop over experts, which no graph can hold.
+``--sweep`` times other launch shapes of our products, which have the same bits.
 """
 
 import argparse
@@ -204,19 +205,19 @@ def swept_weights(arguments: Any) -> dict[str, float]:
     return median_us(calls, rounds=3, repeat=2)
 
 
-def compiled(part: int, parts: int, vllm: Any) -> None:
+def compiled(part: int, parts: int, vllm: Any, shapes: tuple[Tile, ...]) -> None:
     """Compile a share of what is timed, so that several processes warm Triton's cache."""
     weights = stacks()
     x, chosen, _, up, down = data(64, weights)
     slots = chosen.numel()
     wide, narrow = (normal(slots, each, seed=3) for each in (2 * INNER, INNER))
     used = [launch.LARGE, *(tile for _, tile in launch.TILES)]
-    for tile in [*used, *(each for each in SHAPES if each not in used)][part::parts]:
+    for tile in [*used, *(each for each in shapes if each not in used)][part::parts]:
         launch.grouped(x, chosen, up, tile=tile)
         launch.grouped(narrow, chosen, down, tile=tile)
         if tile in used:
             launch.grouped(wide, chosen, up, transposed=True, out_dtype=torch.float32, tile=tile)
-    for tile in WEIGHT_SHAPES[part::parts]:
+    for tile in (WEIGHT_SHAPES if shapes else (launch.WEIGHT_FEW, launch.WEIGHT))[part::parts]:
         out = torch.empty_like(up)
         launch.grouped_weight(wide, x, chosen, EXPERTS, out, accumulate=False, tile=tile)
     for tokens in TOKENS[part::parts] if vllm is not None else ():
@@ -231,13 +232,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("moe_results.json"))
     parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--only-used", action="store_true", help="compile no shape of the sweep")
     parser.add_argument("--compile", metavar="PART/PARTS", help="fill Triton's cache, time nothing")
     asked = parser.parse_args()
     began = time.perf_counter()
     vllm, facts = vllm_experts()
     if asked.compile:
         part, _, parts = asked.compile.partition("/")
-        return compiled(int(part), int(parts), vllm)
+        return compiled(int(part), int(parts), vllm, () if asked.only_used else SHAPES)
     rows: list[dict[str, Any]] = []
     found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(),
@@ -265,7 +267,9 @@ def main() -> None:
         arguments = data(tokens, weights)
         runs = {"ours": ours, "grouped_mm": grouped_mm, "loop": loop}
         calls = {name: trained(run, arguments) for name, run in runs.items()}
-        keep("both", tokens, median_us(calls, rounds=5, repeat=2))
+        graphs = {name: captured(calls[name], ()) for name in ("ours", "grouped_mm")}
+        keep("both", tokens, median_us(graphs, rounds=7, repeat=3))
+        keep("both, no graph", tokens, median_us(calls, rounds=5, repeat=2))
     for tokens in (8192, 2048, 512, 64, 256, 16, 1) if asked.sweep else ():
         if time.perf_counter() - began > asked.seconds:
             break

@@ -101,6 +101,7 @@ class Instrument:
 
     def head_logits(self, hidden: Tensor) -> Tensor:
         """``hidden[T, H]`` -> fp32 logits ``[T, V]`` (site of the LM head, and of its tail)."""
+        self._require_in_force()
         return self._head.logits(hidden)
 
     def head_logprob(
@@ -111,7 +112,16 @@ class Instrument:
         With a listener, or where the model changes its logits after the head, the logits of all
         rows are held at once: hand over blocks of rows.
         """
+        self._require_in_force()
         return self._head.logprob(hidden, targets, temperature)
+
+    def _require_in_force(self) -> None:
+        """What a model without its plan computes must not pass for the plan's."""
+        if self.module.__dict__.get(_SLOT) is not self:
+            raise RecipeError(
+                f"plan {self.plan.name} was taken off this model; apply it again, and make new "
+                "engines"
+            )
 
     def remove(self) -> None:
         """Take the plan off again; the model is as it was."""

@@ -274,7 +274,17 @@ def build(spec: str, *, dtype: torch.dtype, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for name, parameter in module.named_parameters():
             parameter.copy_(weights[name])
+    _keep_fp32(module)
     return module.eval()
+
+
+def _keep_fp32(module: nn.Module) -> None:
+    """What transformers keeps in fp32 when it loads a checkpoint (routers' correction biases)."""
+    kept = getattr(module, "_keep_in_fp32_modules_strict", None) or ()
+    for child in module.modules():
+        for name, buffer in child.named_buffers(recurse=False):
+            if name in kept:
+                setattr(child, name, buffer.float())
 
 
 class DenseBlock(nn.Module):

@@ -2,9 +2,9 @@
 
 Each rank owns its tokens and ``E / ranks`` experts. Rows travel to their expert's rank, results
 travel back, and the token's owner combines them in slot order: what arrives first is nobody's
-business. Received rows are ordered by (rank, token, slot), so that an expert's weight gradient adds
-tokens in the order of the whole batch, and the gradient of a token's row adds its slots in fp32, as
-on one rank.
+business. Received rows are ordered by (rank, token, slot), and each knows in which block of tokens
+of the whole batch it lies, so that an expert's weight gradient adds tokens in the order and in the
+blocks of one rank; the gradient of a token's row adds its slots in fp32.
 
     out = expert_parallel(x, chosen, weights, gate_up, down, silu_mul, group)
 
@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from ..kernels.errors import UsageError
 from ..kernels.linear import grad_input, grad_weight
-from ..kernels.moe import combine, grouped_linear
+from ..kernels.moe import TOKEN_BLOCK, combine, grouped_linear
 
 Gated = Callable[[Tensor, Tensor], Tensor]
 
@@ -36,7 +36,7 @@ class Route:
     """Where this rank's slots go and what it receives.
 
     order [S]: slots by destination, stable. sent, received: rows per rank. experts [R, 1]: local
-    expert of every received row.
+    expert of every received row. blocks [R]: block of the whole batch in which its token lies.
     """
 
     group: Any
@@ -44,6 +44,7 @@ class Route:
     sent: list[int]
     received: list[int]
     experts: Tensor
+    blocks: Tensor
 
     def there(self, rows: Tensor) -> Tensor:
         """[S, ...] in slot order -> [R, ...] at the experts' ranks."""
@@ -68,11 +69,13 @@ def plan_route(chosen: Tensor, local_experts: int, group: Any = None) -> Route:
 
     Raises UsageError, on every rank, where shares are unequal; on one where an expert is nobody's.
     """
-    ranks = dist.get_world_size(group)
+    ranks, rank = dist.get_world_size(group), dist.get_rank(group)
+    top_k = chosen.shape[1]
     destination = chosen.flatten() // local_experts
     nobody = chosen[(destination < 0).view_as(chosen) | (destination >= ranks).view_as(chosen)]
     sent = torch.bincount(destination.clamp(0, ranks - 1), minlength=ranks)
-    told = torch.stack((sent, torch.full_like(sent, local_experts)), 1)
+    own = sent.new_tensor([local_experts, len(chosen)]).expand(ranks, -1)
+    told = torch.cat((sent[:, None], own), 1)
     heard = torch.empty_like(told)
     dist.all_to_all_single(heard, told, group=group)
     held = heard[:, 1].tolist()
@@ -87,10 +90,31 @@ def plan_route(chosen: Tensor, local_experts: int, group: Any = None) -> Route:
             "experts each; use a number of ranks that divides the experts"
         )
     order = torch.argsort(destination, stable=True)
-    local = (chosen.flatten() % local_experts)[order]
+    token = heard[:rank, 2].sum() + torch.arange(chosen.numel(), device=chosen.device) // top_k
+    rows = torch.stack((chosen.flatten() % local_experts, token // TOKEN_BLOCK), 1)[order]
     counts = sent.tolist(), heard[:, 0].tolist()
-    experts = _exchange(local, *counts, group)[:, None]
-    return Route(group=group, order=order, sent=counts[0], received=counts[1], experts=experts)
+    arrived = _exchange(rows, *counts, group)
+    return Route(
+        group=group, order=order, sent=counts[0], received=counts[1], experts=arrived[:, :1],
+        blocks=arrived[:, 1],
+    )  # fmt: skip
+
+
+def _gradients(grad: Tensor, rows: Tensor, weight: Tensor, route: Route) -> tuple[Tensor, Tensor]:
+    """(d_rows fp32, d_weight) of a grouped product of received rows; an expert's sum goes on from
+    block to block."""
+    d_rows = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
+    d_weight = torch.zeros_like(weight)
+    owner = route.experts[:, 0]
+    for expert in owner.unique().tolist():
+        mine = owner == expert
+        d_rows[mine] = grad_input(grad[mine], weight[expert], out_dtype=torch.float32)
+        total = None
+        for block in route.blocks[mine].unique().tolist():
+            here = mine & (route.blocks == block)
+            total = grad_weight(grad[here], rows[here], accumulate_into=total)
+        d_weight[expert] = total
+    return d_rows, d_weight
 
 
 class _FirstProduct(torch.autograd.Function):
@@ -110,20 +134,33 @@ class _FirstProduct(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> Any:
         rows, weight = ctx.saved_tensors
-        route, grad = ctx.route, grads[0][:, 0].contiguous()
-        d_rows = torch.empty(rows.shape, dtype=torch.float32, device=rows.device)
-        d_weight = torch.zeros_like(weight)
-        owner = route.experts[:, 0]
-        for expert in owner.unique().tolist():
-            mine = owner == expert
-            up = grad[mine]
-            d_rows[mine] = grad_input(up, weight[expert], out_dtype=torch.float32)
-            d_weight[expert] = grad_weight(up, rows[mine], out_dtype=weight.dtype)
+        route = ctx.route
+        d_rows, d_weight = _gradients(grads[0][:, 0].contiguous(), rows, weight, route)
         slots = route.back(d_rows).unflatten(0, (-1, ctx.top_k))
         d_x = torch.zeros(ctx.shape, dtype=torch.float32, device=rows.device)
         for k in range(ctx.top_k):
             d_x += slots[:, k]
         return d_x.to(rows.dtype), d_weight, None, None
+
+
+class _SecondProduct(torch.autograd.Function):
+    """The second grouped product, where the experts are: [R, I] -> [R, H]."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, route: Route) -> Tensor:
+        ctx.save_for_backward(rows, weight)
+        ctx.route = route
+        with torch.no_grad():
+            return grouped_linear(rows[:, None], route.experts, weight)[:, 0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Any:
+        rows, weight = ctx.saved_tensors
+        d_rows, d_weight = _gradients(grads[0].contiguous(), rows, weight, ctx.route)
+        return d_rows.to(rows.dtype), d_weight, None
 
 
 class _Return(torch.autograd.Function):
@@ -161,6 +198,6 @@ def expert_parallel(
     route = plan_route(chosen, len(gate_up), group)
     both = _FirstProduct.apply(x, gate_up, chosen.shape[1], route)
     gate, up = both.chunk(2, dim=-1)
-    out = grouped_linear(gated(gate, up), route.experts, down)[:, 0]
+    out = _SecondProduct.apply(gated(gate, up)[:, 0], down, route)
     slots = _Return.apply(out, route)
     return combine(slots.unflatten(0, chosen.shape), weights)

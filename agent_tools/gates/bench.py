@@ -187,12 +187,14 @@ class Bench:
     @functools.cached_property
     def alone(self) -> Run:
         """Every request whole, in a step of its own: what everything is compared with."""
-        return self.on().run("alone", self.requests)
+        requests = self.requests
+        return self.on().run("alone", requests)
 
     @functools.cached_property
     def packed(self) -> Run:
         """The trainer's packed forward."""
-        return self.on().pack(self.requests)
+        requests = self.requests  # first: sampling them may take the plan off the model
+        return self.on().pack(requests)
 
     @functools.cached_property
     def stock_packed(self) -> Run:

@@ -30,7 +30,12 @@ from ..errors import ContractError, NonFiniteError
 from ..linear import apply_chain, check, scoped
 from . import cpu, gpu
 
-__all__ = ["Routing", "combine", "grouped_linear", "router_logits", "topk", "topk_weights"]
+__all__ = [
+    "TOKEN_BLOCK", "Routing", "combine", "grouped_linear", "router_logits", "topk", "topk_weights",
+]  # fmt: skip
+
+TOKEN_BLOCK = gpu.launch.TOKEN_BLOCK
+"""Tokens after which a GPU's sum over tokens (a weight's gradient) begins anew; see ``gpu.py``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

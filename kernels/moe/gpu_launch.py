@@ -16,7 +16,7 @@ from torch import Tensor
 from ..gpu.device import aligned, programs
 
 TOKEN_BLOCK = 8192
-SINGLE = 4
+SINGLE = 8
 """So many experts a slot, and every slot is a tile of its own: nothing to sort."""
 _ROWS = 8
 _LANES, _VEC = 256, 8
@@ -40,14 +40,12 @@ class GroupedTile:
         return f"triton-grouped-{self.bm}x{self.bn}x{self.bk}"
 
 
-# Mean rows per expert up to which a tile is used.
+# Mean rows per expert up to which a tile is used: benchmarks/moe.md.
 TILES = (
-    (2, GroupedTile(16, 64, 128, 4, 3)),
-    (8, GroupedTile(16, 128, 128, 4, 2)),
-    (16, GroupedTile(32, 256, 128, 8, 2)),
+    (4, GroupedTile(16, 64, 128, 4, 3)),
     (32, GroupedTile(64, 128, 64, 4, 3)),
 )
-LARGE = GroupedTile(128, 256, 64, 8, 4)
+LARGE = GroupedTile(128, 256, 64, 8, 4, 16)
 FP32 = GroupedTile(32, 64, 32, 4, 2)
 WEIGHT_FEW = GroupedTile(64, 128, 32, 4, 3)
 WEIGHT = GroupedTile(128, 128, 64, 8, 3)

@@ -1,13 +1,17 @@
 """Tiny models: deterministic, exact between dtypes, and not so uniform that equality is vacuous."""
 
 import math
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from zeromismatch.kernels.errors import UsageError
 from zeromismatch.model_recipes import tiny
+from zeromismatch.model_recipes.checkpoint import load_checkpoint
 from zeromismatch.model_recipes.models import load_model
+from zeromismatch.model_recipes.state import state_digest
 
 SPECS = ("tiny:llama", "tiny:llama+untied", "tiny:llama+attention_bias+mlp_bias", "tiny:qwen2",
          "tiny:qwen3", "tiny:mistral", "tiny:gemma3_text", "tiny:gemma3_text+softcap",
@@ -65,3 +69,11 @@ EXPECTED_ROOT = "a240a40b3ada7dd1c7553e91b4b7984d"
 def test_unknown_tiny_models_are_named_with_what_there_is(spec: str) -> None:
     with pytest.raises(UsageError, match="llama"):
         load_model(spec)
+
+
+def test_correction_biases_of_routers_are_fp32_as_in_a_loaded_checkpoint(tmp_path: Path) -> None:
+    model: Any = tiny.build("tiny:deepseek_v3", dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = load_checkpoint(tmp_path, dtype=torch.bfloat16)
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.dtype == torch.float32
+    assert state_digest(loaded) == state_digest(model)

@@ -10,7 +10,7 @@ import torch.multiprocessing as mp
 from zeromismatch.kernels import bits, cases_moe, moe
 from zeromismatch.kernels.errors import UsageError
 from zeromismatch.kernels.gated import silu_mul
-from zeromismatch.trainer.expert_parallel import expert_parallel
+from zeromismatch.trainer.expert_parallel import expert_parallel, plan_route
 
 TOKENS, EXPERTS, TOP_K, HIDDEN, INNER = 24, 8, 4, 40, 24
 
@@ -80,6 +80,8 @@ def worker(rank, ranks, folder):
     start(rank, ranks, folder)
     try:
         found = {name: share(dtype, rank, ranks) for name, dtype in DTYPES.items()}
+        everything_to_last = torch.full((5000, 1), EXPERTS - 1)
+        found["blocks"] = plan_route(everything_to_last, EXPERTS // ranks).blocks
         torch.save(found, f"{folder}/{rank}.pt")
     finally:
         dist.destroy_process_group()
@@ -108,7 +110,10 @@ def test_one_rank_has_the_bits_of_plain_experts_and_foreign_experts_are_refused(
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_have_the_bits_of_one_process(tmp_path: Path, ranks):
     mp.spawn(worker, (ranks, str(tmp_path)), nprocs=ranks)
-    check([torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)])
+    found = [torch.load(tmp_path / f"{rank}.pt") for rank in range(ranks)]
+    check(found)
+    blocks = torch.arange(5000 * ranks) // moe.TOKEN_BLOCK  # of the whole batch, in its order
+    assert bits.equal(torch.cat([each["blocks"] for each in found]), blocks)
 
 
 @pytest.mark.slow

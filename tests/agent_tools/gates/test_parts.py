@@ -7,6 +7,7 @@ import pytest
 from zeromismatch.agent_tools.gates import environment, inference, lifecycle
 from zeromismatch.agent_tools.gates.base import Findings
 from zeromismatch.agent_tools.gates.bench import QUICK, Bench, Engines, engines_on
+from zeromismatch.kernels.errors import RecipeError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.model_recipes.plan import aligned_plan, stock_plan
 from zeromismatch.trainer.engines.base import Request, Step
@@ -71,3 +72,25 @@ def test_a_reload_that_derives_a_buffer_anew_is_seen_by_its_address():
     rotary.inv_freq[3] *= 1.5
     changed = lifecycle._derived(model)
     assert [n for n in digests if digests[n] != changed[n]] == ["model.rotary_emb.inv_freq"]
+
+
+class _SampledElsewhere(Bench):
+    """A bench whose rollout takes the plan off the model, as vLLM's does."""
+
+    @property
+    def requests(self) -> tuple[Request, ...]:
+        self.release()
+        tokens = tuple(range(5, 30))
+        return (Request(id="a", tokens=tokens, sampled_mask=(False,) + (True,) * 24),)
+
+
+def test_the_trainers_forward_runs_under_the_plan_whatever_sampled(model: LoadedModel):
+    plan = aligned_plan("float32", "cpu")
+    bench = _SampledElsewhere(model=model, plan=plan, prompts=(), size=QUICK, quick=True)
+    requests, engines = bench.requests, bench.on()
+    wanted = engines.pack(requests)
+    assert bench.packed.samples == wanted.samples
+    assert bench.alone.samples == wanted.samples
+    bench.release()
+    with pytest.raises(RecipeError, match="was taken off this model"):
+        engines.pack(requests)

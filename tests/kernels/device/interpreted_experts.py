@@ -46,7 +46,7 @@ def routing() -> None:
 
 
 def products() -> None:
-    for tokens, experts, top_k, inputs, outputs in ((11, 16, 4, 40, 24), (1, 16, 4, 33, 20)):
+    for tokens, experts, top_k, inputs, outputs in ((11, 16, 4, 40, 24), (1, 32, 4, 33, 20)):
         chosen = cases_moe.chosen(tokens, experts, top_k, 3)
         weight, g = torch.randn(experts, outputs, inputs), torch.randn(tokens, top_k, outputs)
         for x in (torch.randn(tokens, inputs), torch.randn(tokens, top_k, inputs)):
