@@ -213,10 +213,18 @@ class Tracer:
     def record(self, call: SiteCall) -> dict[str, Digests]:
         """Digest inputs and output; returns them by slot, one int64 pair per live row."""
         columns = self._known.get((id(call.site), call.call)) or self._meet(call)
-        digests: dict[str, Digests] = {}
-        for name, tensor in call.inputs.items():
-            self._take(call, columns, f"in:{name}", tensor, digests)
-        self._take(call, columns, OUTPUT, call.output, digests)
+        tensors = {f"in:{name}": tensor for name, tensor in call.inputs.items()}
+        tensors[OUTPUT] = call.output
+        self._require_rows(call, tensors)
+        digests = _on_host({slot: bits.digest_rows(each) for slot, each in tensors.items()})
+        group = self.group
+        for slot, tensor in tensors.items():
+            if len(group.live) != group.rows:
+                digests[slot] = digests[slot][group.live]
+            column = columns.get(slot) or self._meet(call)[slot]
+            column.append(len(self._groups) - 1, digests[slot])
+            if self._keep is not None:
+                self._keep_tensor(self._keep, column.key, tensor)
         return digests
 
     def _meet(self, call: SiteCall) -> dict[str, _Building]:
@@ -235,28 +243,15 @@ class Tracer:
         self._met.append(call.site)
         return columns
 
-    def _take(
-        self,
-        call: SiteCall,
-        columns: dict[str, _Building],
-        slot: str,
-        tensor: Tensor,
-        digests: dict[str, Digests],
-    ) -> None:
-        group = self._groups[-1]
-        if not tensor.dim() or tensor.size(0) != group.rows:
-            raise InconclusiveError(
-                f"site {call.site.name}: {slot} has shape {tuple(tensor.shape)}, but the engine "
-                f"announced {group.rows} rows; such a trace compares nothing: report the engine"
-            )
-        digest: Digests = bits.digest_rows(tensor).cpu().numpy()
-        if len(group.live) != group.rows:
-            digest = digest[group.live]
-        digests[slot] = digest
-        column = columns.get(slot) or self._meet(call)[slot]
-        column.append(len(self._groups) - 1, digest)
-        if self._keep is not None:
-            self._keep_tensor(self._keep, column.key, tensor)
+    def _require_rows(self, call: SiteCall, tensors: Mapping[str, Tensor]) -> None:
+        rows = self.group.rows
+        for slot, tensor in tensors.items():
+            if not tensor.dim() or tensor.size(0) != rows:
+                raise InconclusiveError(
+                    f"site {call.site.name}: {slot} has shape {tuple(tensor.shape)}, but the "
+                    f"engine announced {rows} rows; such a trace compares nothing: report the "
+                    "engine"
+                )
 
     def _keep_tensor(self, keep: Keep, key: ColumnKey, tensor: Tensor) -> None:
         if keep.sites is not None and key.site not in keep.sites:
@@ -329,6 +324,15 @@ class Tracer:
                 digests=built.digests[: built.count].copy(),
             )  # fmt: skip
         return columns
+
+
+def _on_host(digests: dict[str, Tensor]) -> dict[str, Digests]:
+    """The same as numpy arrays; a GPU is waited for once, not once a value."""
+    devices = {each.device for each in digests.values()}
+    if len(devices) > 1 or devices == {torch.device("cpu")}:
+        return {slot: each.cpu().numpy() for slot, each in digests.items()}
+    whole = torch.stack(list(digests.values())).cpu().numpy()
+    return dict(zip(digests, whole, strict=True))
 
 
 def _samples(run: Run, order: Mapping[str, int]) -> Samples:

@@ -175,7 +175,7 @@ def main() -> None:
             if label not in results:  # others go on starting meanwhile
                 keep(label, "start", remotes[label].answer(left()))
             if "error" not in results[label]["start"][0]:
-                if command.startswith("train"):
+                if command.startswith("train "):
                     command += f" {max(5, int(min(150, left() - 20)))}"
                 answer = remotes[label].ask(command, min(COMMAND_SECONDS, left()))
                 keep(label, command.partition(" ")[0], answer)

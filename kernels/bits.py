@@ -4,7 +4,8 @@ Everything that decides whether two tensors are the same asks this module. It co
 views, so -0.0 differs from +0.0 and two NaN payloads differ from each other; nothing here has a
 tolerance. Digests are ``digest.v1`` (:mod:`.reference.digest`): 128 bits per row from integer
 arithmetic alone, the same on every device. On the CPU the compiled core computes them at memory
-speed; the torch definition serves elsewhere, and both give the same values.
+speed, on a GPU a Triton kernel those of short rows in one launch; the torch definition serves
+elsewhere. Each is compared with the definition on a probe before its first use.
 
     >>> a = torch.tensor([[1.0, 2.0], [3.0, 0.0]])
     >>> b = torch.tensor([[1.0, 2.0], [3.0, -0.0]])
@@ -20,6 +21,7 @@ do not.
 
 import ctypes
 import functools
+import importlib.util
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -33,6 +35,8 @@ from .reference import digest as definition
 
 _INT_OF_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MAX_INT64 = (1 << 63) - 1
+
+_SHORT_ROW = 1 << 22  # bytes; the kernel gives each row to one program
 
 Digest = Callable[[int, int, int, int, int, int], None]
 
@@ -220,6 +224,25 @@ def _core_digest() -> Digest | None:
     return entry
 
 
+@functools.cache
+def _gpu_digest(device: torch.device) -> Callable[[Tensor, Tensor], None] | None:
+    """The GPU's kernel, proved against the definition on a probe; None where there is no Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return None
+    from .gpu.digest import launch
+
+    probe = torch.arange(3 * 1030, device=device).mul(0x5DEECE66D).to(torch.int32).view(3, 1030)
+    for same in (probe, probe.view(torch.bfloat16), probe.view(torch.uint8)):
+        out = torch.empty(3, 2, dtype=torch.int64, device=device)
+        launch(same, out)
+        if not torch.equal(out, definition.digest_rows(same)):
+            raise CapabilityError(
+                f"the digest kernel on {device} differs from its definition; run `zm doctor` and "
+                "install the Triton that came with this torch"
+            )
+    return launch
+
+
 def digest_rows(x: Tensor) -> Tensor:
     """Digest of every row: [rows, ...] -> int64 [rows, 2] on the same device.
 
@@ -232,7 +255,12 @@ def digest_rows(x: Tensor) -> Tensor:
         )
     entry = _core_digest() if x.device.type == "cpu" else None
     if entry is None:
-        return definition.digest_rows(x.detach())
+        launch = _gpu_digest(x.device) if x.is_cuda and _fits_kernel(x) else None
+        if launch is None:
+            return definition.digest_rows(x.detach())
+        found = torch.empty((x.shape[0], 2), dtype=torch.int64, device=x.device)
+        launch(x.detach(), found)
+        return found
     code = definition.DTYPE_CODES.get(x.dtype) or definition.dtype_code(x.dtype)
     rows = x.shape[0]
     out = torch.empty((rows, 2), dtype=torch.int64)
@@ -240,6 +268,10 @@ def digest_rows(x: Tensor) -> Tensor:
         x = x.contiguous()
         entry(x.data_ptr(), rows, x.numel() // rows, x.itemsize, code, out.data_ptr())
     return out
+
+
+def _fits_kernel(x: Tensor) -> bool:
+    return 0 < x.nbytes // x.shape[0] <= _SHORT_ROW if len(x) else False
 
 
 def digest_tensor(x: Tensor) -> str:

@@ -14,11 +14,13 @@ that dies, half of the tensors, the time limit) the old version serves on. What 
 offered again; after a transfer that broke off the channel is closed, and both sides open another.
 
 The two sides meet at a file that both can open; the handshake goes through it, so a peer that is
-gone is a time-out and never a hanging kernel. The group is theirs alone: it does not touch torch's
-default process group, which vLLM and FSDP2 use. Two processes of one host are what is shown.
+gone is a time-out; a transfer that stalls is aborted, and both sides end within their limit. The
+group is theirs alone: it does not touch torch's default process group, which vLLM and FSDP2 use.
+Two processes of one host are what is shown.
 """
 
 import os
+import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +46,15 @@ from .in_place import SECONDS, Installed, LiveWeights, Offer, described
 Install = Callable[[Offer], Installed]
 GROUP_SECONDS = 3600.0
 """The group's own limit, after which torch ends the process; every wait here has a shorter one."""
+ABORT_SECONDS = 10.0
+POLL_SECONDS = 0.001
+_GIVEN_UP: list[Any] = []
+_QUIET = {
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # a transfer that broke off is ours to report,
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",  # no reason to dump, which holds both sides for minutes,
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor to end the process
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+}
 
 
 class Manifest(BaseModel):
@@ -60,12 +71,16 @@ class Manifest(BaseModel):
 
 
 class Answer(BaseModel):
-    """What the receiver says: why not, or the digest over what is installed now."""
+    """What the receiver says: why not, or the digest over what is installed now.
+
+    broke_off: the tensors did not all arrive, and this channel is of no more use.
+    """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     refused: str = ""
     root: str = ""
+    broke_off: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,17 +122,15 @@ class Channel:
                              "version of this package on both sides") from error  # fmt: skip
 
     def broadcast(self, tensors: Sequence[Tensor], deadline: float) -> None:
-        """Every tensor from rank 0 to rank 1; CapabilityError when it breaks off."""
+        """Every tensor from rank 0 to rank 1; CapabilityError when it breaks off, in time."""
         try:
             if self.device.type == "cpu":
                 for tensor in tensors:  # one after the other: none is left behind in the queue
                     self._begin(tensor, deadline).wait()
             else:
-                for work in [self._begin(tensor, deadline) for tensor in tensors]:
-                    work.wait(_left(deadline))
+                self._on_gpu(tensors, deadline)
         except RuntimeError as error:
-            if self.device.type != "cpu":
-                self._group.abort()  # else the GPU would wait for the other side for good
+            self._abort()
             raise CapabilityError(
                 f"the transfer broke off ({str(error).splitlines()[0]}); the old version serves "
                 "on: open another channel on both sides and publish again"
@@ -129,6 +142,33 @@ class Channel:
         if self.device.type == "cpu":
             options.timeout = _left(deadline)
         return self._group.broadcast([tensor], options)
+
+    def _on_gpu(self, tensors: Sequence[Tensor], deadline: float) -> None:
+        """On a stream of its own: nothing else waits for a transfer that never ends."""
+        side = torch.cuda.Stream(self.device)
+        side.wait_stream(torch.cuda.current_stream(self.device))
+        done = torch.cuda.Event()
+        with torch.cuda.stream(side):
+            for work in [self._begin(tensor, deadline) for tensor in tensors]:
+                work.wait()  # makes this stream wait, not this process
+            done.record()
+        while not done.query():
+            if time.perf_counter() > deadline:
+                raise RuntimeError(f"{len(tensors)} tensors were not across in time")
+            time.sleep(POLL_SECONDS)
+        torch.cuda.current_stream(self.device).wait_stream(side)
+
+    def _abort(self) -> None:
+        """Give the group up, in bounded time: its kernels would wait for the other side for good.
+
+        A group that does not end in time is kept, since destroying it would wait for it again.
+        """
+        if self.device.type == "cpu":
+            return
+        ending = threading.Thread(target=self._group.abort, daemon=True)
+        ending.start()
+        ending.join(ABORT_SECONDS)
+        _GIVEN_UP.append(self._group)
 
     def require_open(self) -> None:
         """Raise CapabilityError after a transfer that broke off."""
@@ -168,6 +208,8 @@ class Sender:
                     [weights[name].detach().contiguous() for name in sorted(weights)], deadline
                 )
                 done = self.channel.hear("result", Answer, deadline)
+                if done.broke_off:
+                    raise CapabilityError(done.refused)
             if done.root != root:
                 raise MisalignedError(
                     f"version {version} is not installed: {done.refused or done.root}; the old one "
@@ -198,8 +240,12 @@ class Receiver:
                 raise
             self.channel.say("agreement", Answer())
             staged = self.live.empty_copy()
-            with _closing(self.channel):
-                self.channel.broadcast([staged[name] for name in sorted(staged)], deadline)
+            try:
+                with _closing(self.channel):
+                    self.channel.broadcast([staged[name] for name in sorted(staged)], deadline)
+            except CapabilityError as error:
+                self.channel.say("result", Answer(refused=str(error), broke_off=True))
+                raise
             try:
                 done = self.install(self._offer(staged, manifest))
             except (ZeroMismatchError, RuntimeError) as error:
@@ -251,13 +297,13 @@ def _group(store: Any, rank: int, device: torch.device) -> Any:
     torch.cuda.set_device(device)
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = limit
-    name = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    before = os.environ.get(name)
-    os.environ[name] = "0"  # a transfer that broke off is ours to report, no reason to end all
+    before = {name: os.environ.get(name) for name in _QUIET}
+    os.environ.update(_QUIET)  # read when the group is made
     try:
         return dist.ProcessGroupNCCL(store, rank, 2, options)
     finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

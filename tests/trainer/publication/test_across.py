@@ -39,6 +39,13 @@ class DyingChannel(Channel):
         os._exit(1)
 
 
+class StallingChannel(Channel):
+    """Sends the first tensor, and then waits for the reader's word."""
+
+    def broadcast(self, tensors: Any, deadline: float) -> None:
+        super().broadcast(tensors[:1], deadline)
+
+
 class OtherBits(Channel):
     """One element arrives as another one."""
 
@@ -52,7 +59,8 @@ def send(meet: str, told: Any, kinds: list[str]) -> None:
     torch.set_num_threads(1)
     channel: Channel | None = None
     for index, kind in enumerate(kinds, 1):
-        made = {"dies": DyingChannel, "bits": OtherBits}.get(kind, Channel)
+        kinds_of = {"dies": DyingChannel, "bits": OtherBits, "stalls": StallingChannel}
+        made = kinds_of.get(kind, Channel)
         if channel is None or type(channel) is not made:
             channel = made(f"{meet}-{made.__name__}", 0, device=CPU)
         new = weights(float(index))
@@ -135,6 +143,22 @@ def test_a_trainer_that_dies_half_way_leaves_the_old_version(
     assert serves(live, tensors, 0, 0.5)
     with pytest.raises(CapabilityError, match="channel is closed"):
         receiver.receive(seconds=1.0)
+
+
+def test_a_transfer_that_stalls_ends_on_both_sides_and_another_channel_serves(
+    trainer: Any, live: LiveWeights, tensors: dict[str, Tensor]
+) -> None:
+    meet, told = trainer("stalls", "whole")
+    receiver = Receiver(Channel(f"{meet}-StallingChannel", 1, device=CPU), live)
+    with pytest.raises(CapabilityError, match="broke off"):
+        receiver.receive(seconds=3.0)
+    name, message = told.get(timeout=10.0)  # long before the sender's own limit
+    assert name == "CapabilityError"
+    assert "broke off" in message
+    assert serves(live, tensors, 0, 0.5)
+    Receiver(Channel(f"{meet}-Channel", 1, device=CPU), live).receive(seconds=30.0)
+    assert told.get(timeout=30.0)[0] == "sent"
+    assert serves(live, tensors, 2, 2.0)
 
 
 def test_other_bits_than_offered_are_not_installed(

@@ -75,6 +75,11 @@ def read_environment_again() -> None:
         forget()
 
 
+def allow_graph_capture() -> None:
+    """An engine of the first runner forbids captures from then on; the next one captures too."""
+    need("vllm.compilation.monitor", "set_cudagraph_capturing_enabled")(True)
+
+
 def model_class(architecture: str) -> Any:
     """vLLM's own class of an architecture."""
     return need(f"vllm.model_executor.models.{ARCHITECTURES[architecture]}", architecture)

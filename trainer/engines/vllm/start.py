@@ -73,6 +73,7 @@ def construct(
         asked = None if settings.cache_gib is None else settings.cache_gib << 30
         options["kv_cache_memory_bytes"] = asked or min(free // 4, 6 << 30)
         options["gpu_memory_utilization"] = 0.1  # what must be free at least
+        compat.allow_graph_capture()
     if settings.blocks is not None:
         options["num_gpu_blocks_override"] = settings.blocks
     if on_cpu:  # a prefix is hit in whole blocks: as small as the backend allows
