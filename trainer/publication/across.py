@@ -130,7 +130,6 @@ class Channel:
             else:
                 self._on_gpu(tensors, deadline)
         except RuntimeError as error:
-            self._abort()
             raise CapabilityError(
                 f"the transfer broke off ({str(error).splitlines()[0]}); the old version serves "
                 "on: open another channel on both sides and publish again"
@@ -158,17 +157,17 @@ class Channel:
             time.sleep(POLL_SECONDS)
         torch.cuda.current_stream(self.device).wait_stream(side)
 
-    def _abort(self) -> None:
-        """Give the group up, in bounded time: its kernels would wait for the other side for good.
+    def close(self, why: str) -> None:
+        """No more rounds: give the group up in bounded time, or the GPU would wait in it for good.
 
-        A group that does not end in time is kept, since destroying it would wait for it again.
+        A group is kept then, since destroying it may wait for the other side once more.
         """
-        if self.device.type == "cpu":
-            return
-        ending = threading.Thread(target=self._group.abort, daemon=True)
-        ending.start()
-        ending.join(ABORT_SECONDS)
-        _GIVEN_UP.append(self._group)
+        self.closed = why
+        if self.device.type != "cpu":
+            ending = threading.Thread(target=self._group.abort, daemon=True)
+            ending.start()
+            ending.join(ABORT_SECONDS)
+            _GIVEN_UP.append(self._group)
 
     def require_open(self) -> None:
         """Raise CapabilityError after a transfer that broke off."""
@@ -284,7 +283,7 @@ def _closing(channel: Channel) -> Generator[None]:
     try:
         yield
     except ZeroMismatchError as error:
-        channel.closed = str(error).partition(";")[0]
+        channel.close(str(error).partition(";")[0])
         raise
 
 
