@@ -1,21 +1,17 @@
-"""Attention beside torch's: prefill, decode over pages, backward; the split's launch shapes."""
+"""Attention beside torch's: prefill, decode over pages, backward."""
 
 # ruff: noqa: B023  (every closure is run before its loop goes on)
 
 import importlib
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from gpu_measure import HEADS, KV_HEADS, SIZE, Call, Row, eager_median, medians, randn
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from triton.runtime.errors import OutOfResources
 
 from zeromismatch.kernels.attention import gpu as attention
 from zeromismatch.kernels.attention import gpu_flash3 as flash3
 from zeromismatch.kernels.attention.batch import PAGE, KVCache
-from zeromismatch.kernels.attention.gpu_split import Way, split
-from zeromismatch.kernels.attention.gpu_table import Shape
 
 
 def packed(length: int) -> tuple[torch.Tensor, ...]:
@@ -68,30 +64,6 @@ def prefill(_: float) -> list[Row]:
         row["ours_tflops"] = 2 * length**2 * SIZE * HEADS / row["ours_ms"] / 1e9
         rows.append(row)
     return rows
-
-
-def ways(batch: int) -> dict[str, Way]:
-    """Ways of the split to time beside the one taken: shapes, phases, overlapped launches."""
-    found: dict[str, Way] = {}
-    for warps, stages, per_sm in ((4, 2, 3), (4, 2, 2), (8, 2, 2), (4, 3, 1), (8, 3, 1)):
-        shape = Shape(16, warps, stages, per_sm)
-        for overlap in (False, True) if (warps, stages) == (4, 2) else (True,):
-            name = f"{warps} warps, {stages} stages, {per_sm} each{', overlapped' * overlap}"
-            found[name] = Way(shape=shape, dependent=overlap)
-        if batch == 1 and per_sm != 2:
-            for columns in (16, 32, 64):
-                name = f"{warps} warps, {stages} stages, phases of {columns}"
-                found[name] = Way(shape=shape, columns=columns)
-    return found
-
-
-def fits(arguments: tuple[Any, ...], way: Way) -> bool:
-    """Whether a way's tiles fit into a multiprocessor."""
-    try:
-        split(*arguments, way=way)
-    except OutOfResources:
-        return False
-    return True
 
 
 def decode(bandwidth: float) -> list[Row]:
@@ -156,27 +128,13 @@ def decode(bandwidth: float) -> list[Row]:
             )
 
         (ms,) = medians([run] * 4)
-        lists = (work.split_start, work.chunks, work.few, (SIZE**-0.5, 0, 0.0, None))
-        index, others = (start, kv_len, table), ways(batch)
-        o, lse = torch.empty_like(q), torch.empty(HEADS, batch, device="cuda")
-        lists = (q, cache.k, cache.v, o, lse, index, *lists)
-        others = {name: way for name, way in others.items() if fits(lists, way)}
-        timed = medians(*([lambda way=way: split(*lists, way=way)] * 4 for way in others.values()))
-        us = {name: 1e3 * each for name, each in zip(others, timed, strict=True)}
+        row: Row = {"batch": batch, "length": length, "skewed": skewed, "ours_us": ms * 1e3}
         if flash3.missing() is None:
             adopted = (q, cache.k, cache.v, start, kv_len, table, 0, work.few, SIZE**-0.5)
-            us["flash3"] = 1e3 * medians([lambda: flash3.paged_op(*adopted)] * 4)[0]
+            row["flash3_us"] = 1e3 * medians([lambda: flash3.paged_op(*adopted)] * 4)[0]
         read = 4 * sum(lengths) * KV_HEADS * SIZE
-        rows.append(
-            {
-                "batch": batch,
-                "length": length,
-                "skewed": skewed,
-                "ours_us": ms * 1e3,
-                "ways_us": us,
-                "share_of_copy": read / ms / 1e6 / bandwidth,
-            }
-        )
+        row["share_of_copy"] = read / ms / 1e6 / bandwidth
+        rows.append(row)
     return rows
 
 

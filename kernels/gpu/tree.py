@@ -22,14 +22,12 @@ import triton.language as tl
 
 @triton.jit
 def _neighbours(v, R: tl.constexpr, N: tl.constexpr, VEC: tl.constexpr):
-    low, high = tl.split(tl.reshape(v, (R, N, VEC // 2, 2)))
-    return low + high
+    return tl.sum(tl.reshape(v, (R, N, VEC // 2, 2)), 3)
 
 
 @triton.jit
 def _halves(v, R: tl.constexpr, N: tl.constexpr):
-    low, high = tl.split(tl.permute(tl.reshape(v, (R, 2, N // 2)), (0, 2, 1)))
-    return low + high
+    return tl.sum(tl.reshape(v, (R, 2, N // 2)), 1)
 
 
 @triton.jit

@@ -29,7 +29,14 @@ def _shape(width: int, dtype: torch.dtype) -> dict[str, int]:
     """Lanes W and neighbours VEC define the order, by width and dtype only; R rows per program."""
     vector = 16 // dtype.itemsize
     lanes = min(32 * vector, max(2 * vector, 1 << (width - 1).bit_length()))
-    return {"W": lanes, "VEC": vector, "R": SLOTS if width <= lanes else 4}
+    return {"W": lanes, "VEC": vector}
+
+
+def _schedule(width: int, lanes: int, backward: bool) -> dict[str, int]:
+    """R rows at a time by num_warps warps: narrow rows share a warp, others have one each."""
+    if width <= lanes:
+        return {"R": SLOTS, "num_warps": 8}
+    return {"R": 4, "num_warps": 4} | ({"UNROLL": 4} if backward else {})
 
 
 def _part_rows(width: int) -> int:
@@ -56,6 +63,7 @@ def forward(
     s = y if residual is None else torch.empty_like(x)
     if rows:
         shape = _shape(width, x.dtype)
+        shape |= _schedule(width, shape["W"], False)
         narrow = width * x.element_size() <= _IN_REGISTERS
         kernel = gpu_kernels.rmsnorm_row_kernel if narrow else gpu_kernels.rmsnorm_fwd_kernel
         kernel[(-(-rows // shape["R"]),)](
@@ -70,7 +78,6 @@ def forward(
             **shape,
             RESIDUAL=residual is not None,
             OFFSET=2 if wide else int(unit_offset),
-            num_warps=4,
             enable_fp_fusion=False,
         )
     return y if residual is None else (y, s)
@@ -97,6 +104,7 @@ def backward(
     if not rows:
         return dx, dw if initial is None else dw.copy_(initial)
     shape, part_rows = _shape(width, s.dtype), _part_rows(width)
+    shape |= _schedule(width, shape["W"], True)
     parts = -(-rows // part_rows)
     part = torch.empty(parts, width, dtype=torch.float32, device=s.device)
     kernel, shape["ROWS"] = gpu_kernels.rmsnorm_narrow_bwd_kernel, part_rows
@@ -115,7 +123,6 @@ def backward(
         **shape,
         RESIDUAL=ds is not None,
         OFFSET=2 if wide else int(unit_offset),
-        num_warps=4,
         enable_fp_fusion=False,
     )
     gpu_kernels.rmsnorm_parts_kernel[(-(-width // 32),)](
@@ -149,18 +156,23 @@ def _(
 
 @torch.library.custom_op("zeromismatch::rmsnorm_grad", mutates_args=())
 def rmsnorm_grad_op(
-    dy: Tensor, s: Tensor, weight: Tensor, eps: float, unit_offset: bool, ds: Tensor | None
+    dy: Tensor,
+    s: Tensor,
+    weight: Tensor,
+    eps: float,
+    unit_offset: bool,
+    ds: Tensor | None,
+    dw_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """(dx [M, H], dw fp32 [H])."""
+    """(dx [M, H], dw [H]); dw is rounded in here, since a compiler may leave a rounding out."""
     run = choose(serving(GRADIENTS, "rmsnorm_grad", s.dtype)).run
-    return run(dy, s, weight, eps, unit_offset, ds, None)
+    dx, dw = run(dy, s, weight, eps, unit_offset, ds, None)
+    return dx, dw.to(dw_dtype)
 
 
 @rmsnorm_grad_op.register_fake
-def _(
-    dy: Tensor, s: Tensor, weight: Tensor, eps: float, unit_offset: bool, ds: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return s.new_empty(s.shape), s.new_empty(s.shape[1], dtype=torch.float32)
+def _(dy: Tensor, s: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    return s.new_empty(s.shape), s.new_empty(s.shape[1], dtype=args[-1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -172,12 +184,13 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 def _grad(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
     s, weight = ctx.saved_tensors
     eps, unit_offset, has_residual = ctx.settings
-    dx, dw = rmsnorm_grad_op(dy, s, weight, eps, unit_offset, ds if has_residual else None)
     chain = chain_of(weight, "rmsnorm") if ctx.needs_input_grad[2] else None
-    own = dw.to(weight.dtype) if chain is None else None
+    dtype = weight.dtype if chain is None else torch.float32
+    ds = ds if has_residual else None
+    dx, dw = rmsnorm_grad_op(dy, s, weight, eps, unit_offset, ds, dtype)
     if chain is not None:
         chain.add_(dw)
-    return dx, dx.clone() if has_residual else None, own, None, None
+    return dx, dx.clone() if has_residual else None, dw if chain is None else None, None, None
 
 
 rmsnorm_op.register_autograd(_grad, setup_context=_keep)

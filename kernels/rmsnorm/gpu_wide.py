@@ -57,13 +57,14 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rmsnorm_wide_grad_op(
     dy: Tensor, s: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """(dx [M, H], dw fp32 [H])."""
-    return choose(serving(GRADIENTS, "rmsnorm_wide_grad", s.dtype)).run(dy, s, weight, eps)
+    """(dx [M, H], dw [H]); dw is rounded in here, since a compiler may leave a rounding out."""
+    dx, dw = choose(serving(GRADIENTS, "rmsnorm_wide_grad", s.dtype)).run(dy, s, weight, eps)
+    return dx, dw.to(weight.dtype)
 
 
 @rmsnorm_wide_grad_op.register_fake
 def _(dy: Tensor, s: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return s.new_empty(s.shape), s.new_empty(s.shape[1], dtype=torch.float32)
+    return s.new_empty(s.shape), s.new_empty(s.shape[1], dtype=weight.dtype)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -74,7 +75,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _grad(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
     x, weight = ctx.saved_tensors
     dx, dw = rmsnorm_wide_grad_op(dy, x, weight, ctx.eps)
-    return dx, dw.to(weight.dtype), None
+    return dx, dw, None
 
 
 rmsnorm_wide_op.register_autograd(_grad, setup_context=_keep)
