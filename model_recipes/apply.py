@@ -298,6 +298,11 @@ def apply_plan(module: nn.Module, plan: Plan, attention: AttentionMode = "contex
     return instrument
 
 
+def is_applied(module: nn.Module) -> bool:
+    """Whether a plan is on this model."""
+    return _SLOT in module.__dict__
+
+
 def find_sites(module: nn.Module, attention: AttentionMode = "context") -> tuple[Site, ...]:
     """All sites of a model, without contracts; :func:`.plan.plan_from` checks against them."""
     instrument = apply_plan(module, stock_plan(), attention)

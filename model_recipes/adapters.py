@@ -1,0 +1,248 @@
+"""Low-rank adapters: beside the frozen base (unmerged) or added to its weights (merged).
+
+    adapter = read_adapter("my-adapter")             # PEFT's adapter_config.json + safetensors
+    adapter = fresh_adapter(module, rank=8)          # on every linear module but the head
+    attached = attach(module, adapter)               # base frozen; y = W x + scale * up(down(x))
+    attached.remove()                                # as before
+    merge(module, adapter)                           # W + scale * up down, rounded once
+
+Unmerged, each adapted module becomes an :class:`AdaptedLinear` of three linear modules, a product
+and a sum: operator sites like all others, covered by the same contracts and gates. Merged and
+unmerged are two policies with two sets of weights and other bits; ``zm`` calls a comparison between
+them MISALIGNED. Attach before a plan is applied.
+
+Left out: adapters of the LM head, of stacked experts, routers, convolutions and embeddings, which
+are no linear modules: they are refused by name. ``pytest tests/model_recipes/test_adapters.py``.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ..kernels.errors import CheckpointError, RecipeError
+from .apply import is_applied
+
+CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_UNKNOWN = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern",
+            "target_parameters")  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Factors:
+    """``down [rank, in]`` and ``up [out, rank]`` of one module."""
+
+    down: Tensor
+    up: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapter:
+    """Factors by module path, and what their product is multiplied by (alpha / rank)."""
+
+    scale: float
+    factors: Mapping[str, Factors]
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear module and two small ones: ``base(x) + up(down(x)) * scale``."""
+
+    def __init__(self, base: nn.Linear, factors: Factors, scale: float) -> None:
+        super().__init__()
+        self.base, self.scale = base, scale
+        self.down, self.up = (_linear(each, base.weight) for each in (factors.down, factors.up))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``[..., in] -> [..., out]``."""
+        return self.base(x) + self.up(self.down(x)) * self.scale
+
+
+def _linear(weight: Tensor, like: Tensor) -> nn.Linear:
+    made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    made.weight = nn.Parameter(weight.detach().to(like.device, like.dtype, copy=True))
+    return made
+
+
+class Attached:
+    """An adapter on a model, until :meth:`remove`."""
+
+    def __init__(self, module: nn.Module, adapter: Adapter) -> None:
+        self._module = module
+        self._bases = {path: _target(module, path) for path in adapter.factors}
+        self._frozen = [p for p in module.parameters() if p.requires_grad]
+        for parameter in self._frozen:
+            parameter.requires_grad_(False)
+        for path, base in self._bases.items():
+            _replace(module, path, AdaptedLinear(base, adapter.factors[path], adapter.scale))
+
+    def adapter(self) -> Adapter:
+        """The factors as they are now, for instance after training."""
+        found = {p: cast(AdaptedLinear, self._module.get_submodule(p)) for p in self._bases}
+        scale = next(iter(found.values())).scale
+        factors = {
+            path: Factors(down=each.down.weight.detach(), up=each.up.weight.detach())
+            for path, each in found.items()
+        }
+        return Adapter(scale=scale, factors=factors)
+
+    def remove(self) -> None:
+        """Take the adapter off; the base is as it was."""
+        _require_bare(self._module)
+        for path, base in self._bases.items():
+            _replace(self._module, path, base)
+        for parameter in self._frozen:
+            parameter.requires_grad_(True)
+        self._bases, self._frozen = {}, []
+
+
+def attach(module: nn.Module, adapter: Adapter) -> Attached:
+    """Put an adapter beside the base, which is frozen; its factors take the base's dtype.
+
+    Raises CheckpointError for an adapter that does not fit, RecipeError under an applied plan.
+    """
+    _check(module, adapter)
+    return Attached(module, adapter)
+
+
+def merge(module: nn.Module, adapter: Adapter) -> None:
+    """Add an adapter to the weights for good: the product in fp32, the sum rounded once."""
+    _check(module, adapter)
+    with torch.no_grad():
+        for path, each in adapter.factors.items():
+            weight = _target(module, path).weight
+            up, down = (x.to(weight.device).float() for x in (each.up, each.down))
+            weight.copy_((weight.float() + adapter.scale * (up @ down)).to(weight.dtype))
+
+
+def fresh_adapter(
+    module: nn.Module, *, rank: int, alpha: float | None = None, seed: int = 0, spread: float = 0.0
+) -> Adapter:
+    """Factors for every linear module but the LM head. alpha: by default ``2 * rank``.
+
+    spread: standard deviation of ``up``; 0, as training begins, leaves the model what it computes.
+    """
+    if rank < 1:
+        raise CheckpointError(f"an adapter of rank {rank} adapts nothing; give a rank of 1 or more")
+    generator = torch.Generator().manual_seed(seed)
+    factors: dict[str, Factors] = {}
+    for path, child in module.named_modules():
+        if type(child) is nn.Linear and child is not _head(module):
+            down = torch.randn(rank, child.in_features, generator=generator)
+            up = torch.randn(child.out_features, rank, generator=generator) * spread
+            factors[path] = Factors(down=down / math.sqrt(child.in_features), up=up)
+    return Adapter(scale=(alpha or 2.0 * rank) / rank, factors=factors)
+
+
+def read_adapter(folder: str | Path) -> Adapter:
+    """A LoRA adapter as PEFT writes it. Raises CheckpointError where the files do not fit."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    try:
+        config: dict[str, Any] = json.loads((folder / CONFIG).read_text())
+        tensors = load_file(folder / TENSORS)
+        rank, alpha = int(config["r"]), float(config["lora_alpha"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder} holds no adapter: {error!r}; give a folder with {CONFIG} (r, lora_alpha) "
+            f"and {TENSORS}"
+        ) from error
+    strange = [name for name in _UNKNOWN if config.get(name)]
+    if config.get("peft_type", "LORA") != "LORA" or strange or rank < 1:
+        what = ", ".join(strange) or f"peft_type {config.get('peft_type')}, r {rank}"
+        raise CheckpointError(f"{folder / CONFIG} asks for {what}; only plain LoRA is supported")
+    halves: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        path, _, half = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
+        halves.setdefault(path, {})[half] = tensor
+    wrong = [path for path, pair in halves.items() if pair.keys() != {"lora_A", "lora_B"}]
+    if wrong:
+        raise CheckpointError(
+            f"{folder / TENSORS} has no pair lora_A.weight, lora_B.weight for {wrong[0]}; export "
+            "the adapter again"
+        )
+    factors = {p: Factors(down=pair["lora_A"], up=pair["lora_B"]) for p, pair in halves.items()}
+    odd = [path for path, each in factors.items() if each.down.shape[0] != rank]
+    if odd:
+        has = factors[odd[0]].down.shape[0]
+        raise CheckpointError(f"{CONFIG} says rank {rank}, but {odd[0]} has {has}; correct r")
+    divisor = math.sqrt(rank) if config.get("use_rslora") else rank
+    return Adapter(scale=alpha / divisor, factors=factors)
+
+
+def write_adapter(adapter: Adapter, folder: str | Path) -> None:
+    """Write what :func:`read_adapter` reads."""
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    rank = next(iter(adapter.factors.values())).down.shape[0]
+    named = {
+        f"{_PREFIX}{path}.{half}.weight": tensor.contiguous()
+        for path, each in adapter.factors.items()
+        for half, tensor in (("lora_A", each.down), ("lora_B", each.up))
+    }
+    save_file(named, folder / TENSORS)
+    targets = sorted({path.rpartition(".")[2] for path in adapter.factors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": adapter.scale * rank,
+              "target_modules": targets}  # fmt: skip
+    (folder / CONFIG).write_text(json.dumps(config, indent=1))
+
+
+def _check(module: nn.Module, adapter: Adapter) -> None:
+    _require_bare(module)
+    if not adapter.factors:
+        raise CheckpointError("the adapter binds no module; give it factors of at least one")
+    if not math.isfinite(adapter.scale):
+        raise CheckpointError(f"the adapter's scale is {adapter.scale}; give a finite one")
+    for path, each in adapter.factors.items():
+        base = _target(module, path)
+        wanted = (base.in_features, base.out_features)
+        fits = each.down.dim() == each.up.dim() == 2 and each.down.shape[0] == each.up.shape[1]
+        if not fits or (each.down.shape[1], each.up.shape[0]) != wanted:
+            raise CheckpointError(
+                f"the adapter's factors of {path} are {tuple(each.down.shape)} and "
+                f"{tuple(each.up.shape)}, which do not fit a module from {wanted[0]} to "
+                f"{wanted[1]}; it was made for another model"
+            )
+        if not bool(each.down.isfinite().all() and each.up.isfinite().all()):
+            raise CheckpointError(f"the adapter of {path} has values that are not finite; mend it")
+
+
+def _target(module: nn.Module, path: str) -> nn.Linear:
+    """The linear module of that path; CheckpointError says why there is none."""
+    try:
+        child = module.get_submodule(path)
+    except AttributeError:
+        raise CheckpointError(
+            f"the adapter names {path or 'no module at all'}, which this model does not have; "
+            "`zm inspect MODEL` lists its modules"
+        ) from None
+    if isinstance(child, AdaptedLinear):
+        raise CheckpointError(f"{path} carries an adapter already; remove() it first")
+    if type(child) is not nn.Linear or child is _head(module):
+        raise CheckpointError(
+            f"{path} is a {type(child).__name__}{' (the head)' if child is _head(module) else ''}; "
+            "adapters go on linear modules below the head: leave it out, or merge it beforehand"
+        )
+    return child
+
+
+def _head(module: nn.Module) -> nn.Module | None:
+    return cast(Any, module).get_output_embeddings()
+
+
+def _replace(module: nn.Module, path: str, child: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, child)
+
+
+def _require_bare(module: nn.Module) -> None:
+    if is_applied(module):
+        raise RecipeError("a plan is on this model; remove() it, change the adapter, apply again")
