@@ -24,6 +24,7 @@ import typer
 from ..kernels.errors import DiskError, ZeroMismatchError
 from .commands import (
     agent,
+    draft,
     gate,
     job,
     measure,
@@ -51,8 +52,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 for group in (
-    project, measure, gate, registry, repro, verify, patch, job, serve, train, study, playbook,
-    recipe_pr, agent,
+    project, measure, gate, registry, repro, verify, draft, patch, job, serve, train, study,
+    playbook, recipe_pr, agent,
 ):  # fmt: skip
     group.register(app)
 

@@ -40,6 +40,12 @@ class Answer:
     error: str | None = None
 
 
+class Verbatim(str):
+    """A text that is printed as it is, without wrapping or expanded tabs: a file's."""
+
+    __slots__ = ()
+
+
 def command(function: Callable[P, Answer]) -> Callable[P, Answer]:
     """Make a function a command: while it runs, whatever prints to stdout prints to stderr."""
 
@@ -64,10 +70,15 @@ def write(answer: Answer, *, as_json: bool) -> None:
 def plain_text(parts: list[Any]) -> str:
     """The text of an answer as it will appear on stdout, colours included where they are wanted."""
     console = text_console(sys.stdout)
-    with console.capture() as captured:
-        for part in parts:
+    told: list[str] = []
+    for part in parts:
+        if isinstance(part, Verbatim):
+            told.append(part)
+            continue
+        with console.capture() as captured:
             console.print(part)
-    return captured.get()
+        told.append(captured.get())
+    return "".join(told)
 
 
 def error_answer(error: Exception, exit_code: int) -> Answer:

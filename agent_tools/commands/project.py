@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from . import options
-from .answer import Answer, command, table
+from .answer import Answer, Verbatim, command, table
 from .progress import bar
 
 if TYPE_CHECKING:
@@ -94,6 +94,9 @@ def inspect(
     dtype: options.Dtype = "float32",
     device: options.Device = "cpu",
     seed: options.Seed = 0,
+    source: Annotated[
+        bool, typer.Option("--source", help="Of code:FOLDER, also its code, which is data.")
+    ] = False,
     json: options.Json = False,
 ) -> Answer:
     """List a model's operator sites and which have a kernel here. Exit 4 if one has none."""
@@ -114,10 +117,16 @@ def inspect(
         if bare
         else f"All {len(rows)} sites have a kernel here: `--plan aligned` can be applied."
     )
-    about = {"model": model, "dtype": dtype, "device": device}
+    about: dict[str, object] = {"model": model, "dtype": dtype, "device": device}
+    texts: list[Verbatim] = []
+    if source:
+        folder = Path(model.removeprefix("code:"))
+        sources = _files(folder, sorted(folder.glob("*.py"))) if model.startswith("code:") else {}
+        about["sources"] = sources
+        texts = _shown(sources)
     return Answer(
         document={**about, "aligned": not bare, "sites": rows},
-        text=[table(["class", "sites", "contract", "first site"], grouped), verdict],
+        text=[table(["class", "sites", "contract", "first site"], grouped), verdict, *texts],
         exit_code=4 if bare else 0,
     )
 
@@ -125,13 +134,36 @@ def inspect(
 @command
 def show(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="A recipe's folder or file.")],
+    source: Annotated[
+        bool,
+        typer.Option("--source", help="Its file and its kernels, to write a diff against."),
+    ] = False,
     json: options.Json = False,
 ) -> Answer:
     """Read a recipe: plan, evidence, cost, and what it does not cover."""
-    from ...model_recipes.schema import load_recipe
+    from ...model_recipes.schema import FILE, load_recipe
 
     recipe = load_recipe(folder)
-    return Answer(document=recipe, text=_recipe_text(recipe))
+    if not source:
+        return Answer(document=recipe, text=_recipe_text(recipe))
+    home = folder if folder.is_dir() else folder.parent
+    file = home / FILE if folder.is_dir() else folder
+    files = _files(home, [file, *(home / own.path for own in recipe.kernels)])
+    return Answer(document=recipe, text=[*_shown(files)])
+
+
+def _shown(files: dict[str, str]) -> list[Verbatim]:
+    return [Verbatim(f"--- {name}, as data ---\n{text}\n") for name, text in files.items()]
+
+
+def _files(folder: Path, paths: list[Path]) -> dict[str, str]:
+    """Name below ``folder`` -> text, of those that are there and do not lead out of it."""
+    home = folder.resolve()
+    return {
+        str(path.relative_to(folder)): path.read_text(encoding="utf-8", errors="replace")
+        for path in paths
+        if path.is_file() and path.resolve().is_relative_to(home)
+    }
 
 
 def _recipe_text(recipe: "Recipe") -> list[object]:

@@ -30,6 +30,7 @@ class Inspection(TypedDict):
     device: str
     aligned: bool
     sites: list[SiteRow]
+    sources: NotRequired[dict[str, str]]
 
 
 class ContractRow(TypedDict):

@@ -25,6 +25,7 @@ from ..commands.answer import Answer
 PACKAGE = __name__.rpartition(".jobs.")[0]
 MAX_TEXT = 4096
 MAX_ENTRIES = 256
+MAX_WRITTEN = 1_000_000
 NOT_ASKED = "json"
 """The parameter that every command has and no tool needs."""
 OUTPUTS = ("out", "junit")
@@ -40,7 +41,7 @@ class Operation:
     quick: it takes no slot, since it answers at once. direct: it even answers without a process of
     its own, and imports nothing heavy. folder: without ``out`` it writes to ``runs/<job>``.
     limit_seconds: after that long it is ended. withheld: parameters that only a person may set.
-    outputs: parameters that name what is written.
+    outputs: parameters that name what is written. texts: parameters that are a whole file's text.
 
         Operation(name="doctor", title="What is here", function="commands.project:doctor",
                   result="doctor:Examination", quick=True)
@@ -57,6 +58,7 @@ class Operation:
     destructive: bool = False
     withheld: tuple[str, ...] = ()
     outputs: tuple[str, ...] = OUTPUTS
+    texts: tuple[str, ...] = ()
     limit_seconds: float = 3600.0
 
     def load(self) -> Callable[..., Answer]:
@@ -79,7 +81,8 @@ class Operation:
                 given = parameter.default
                 default: Any = ... if given is inspect.Parameter.empty else given
                 default = str(given) if isinstance(given, Path) else default
-                found[name] = (_described(parameter.annotation), default)
+                longest = MAX_WRITTEN if name in self.texts else MAX_TEXT
+                found[name] = (_described(parameter.annotation, longest), default)
         return found
 
     def path_parameters(self) -> tuple[str, ...]:
@@ -112,7 +115,7 @@ def _is_path(kind: Any) -> bool:
     return kind is Path or (get_origin(kind) in (UnionType, Union) and Path in get_args(kind))
 
 
-def _described(annotation: Any) -> Any:
+def _described(annotation: Any, longest: int) -> Any:
     """The annotation of a command's parameter as pydantic understands it."""
     kind, told = _bare(annotation), getattr(annotation, "__metadata__", (None,))[0]
     if _is_path(kind):
@@ -123,7 +126,7 @@ def _described(annotation: Any) -> Any:
     if kind is int or kind is float:
         about |= {"ge": getattr(told, "min", None), "le": getattr(told, "max", None)}
     if str in (kind, *get_args(kind)):
-        about["max_length"] = MAX_TEXT
+        about["max_length"] = longest
     if any(get_origin(part) is list for part in get_args(kind)):
         about["max_length"] = MAX_ENTRIES
     return Annotated[kind, Field(**about)]
@@ -210,7 +213,7 @@ OPERATIONS = {
             name="eval_agent", title="Score the autopilot on the day-0 tasks",
             function="commands.agent:evaluate", result="eval.bench:BenchReport", folder=True,
             withheld=("agent", "agent_model", "base_url", "max_turns", "max_tokens",
-                      "max_minutes", "max_money", "price", "waive_money"),
+                      "max_calls", "max_minutes", "max_money", "price", "waive_money"),
             limit_seconds=14400.0,
         ),
         Operation(
@@ -221,6 +224,11 @@ OPERATIONS = {
         Operation(
             name="trace", title="Read a stored trace page by page",
             function="commands.job:trace", result="jobs.results:TracePage", quick=True,
+        ),
+        Operation(
+            name="draft_write", title="Write a kernel or a diff below runs/drafts/",
+            function="commands.draft:write", result="drafts:Draft", direct=True,
+            outputs=("file",), texts=("text",), read_only=False,
         ),
         Operation(
             name="verify", title="Judge a kernel against a contract",

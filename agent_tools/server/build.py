@@ -28,6 +28,8 @@ do not, and proves a fix. Begin with doctor and list_runs. Then: inspect, locali
 or a plan, verify, patch_draft (or patch_propose and patch_apply), regress, gate or align,
 recipe_verify, recipe_pr. The verdict of a tool counts; an opinion does not. A new contract waits
 for a person's tick, which no tool can give.
+If you cannot read and write files: inspect and recipe_show take source, and draft_write writes a
+kernel or a diff.
 MODEL is a folder in the workspace, a cached hub id, smollm2-135m, or tiny:llama and its like
 (small, good for trying things). Paths are relative to the workspace; output goes below runs/.
 Work of more than a minute (align, gate, patch_draft, recipe_verify): job_start with a key, then

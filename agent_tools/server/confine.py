@@ -13,6 +13,7 @@ from typing import Any
 from mcp.shared.path_security import PathEscapeError, safe_join
 
 from ...kernels.errors import UsageError
+from ..drafts import DRAFTS
 from ..jobs.operations import Operation
 from ..jobs.store import JOBS
 
@@ -22,6 +23,9 @@ SIDES = ("left", "right")
 TASK = "task"
 FILE_PAIRS = "kernel"
 """A list of FILE=ID."""
+READ_AS_DRAFTS = ("file", "diff", "folder", "plan")
+"""Paths whose files are judged before they are used. A repro or a gate report that an agent wrote
+itself would judge its own patch."""
 BUILT_HERE = "tiny:"
 CODE = "code:"
 """Runs the modelling code in a folder, which therefore has to be the person's own."""
@@ -33,10 +37,16 @@ def confined(operation: Operation, arguments: Mapping[str, Any], workspace: Path
     checked: dict[str, Any] = {}
     for name, value in arguments.items():
         for text in value if isinstance(value, list) else [value]:
-            if isinstance(text, str):
+            if isinstance(text, str) and name not in operation.texts:
                 check_text(name, text)
         if isinstance(value, str) and name in paths:
             value = inside(workspace, value, writing=name in operation.outputs)
+            drafted = Path(value).parts[: len(DRAFTS.parts)] == DRAFTS.parts
+            if drafted and name not in (*READ_AS_DRAFTS, *operation.outputs):
+                raise UsageError(
+                    f"{name} lies in {DRAFTS}/, where drafts are; name what a tool of zm wrote "
+                    "elsewhere"
+                )
         elif isinstance(value, str) and name in PLACES and not value.startswith(BUILT_HERE):
             prefix = CODE if value.startswith(CODE) else ""
             place = value.removeprefix(prefix)

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -75,6 +76,32 @@ def test_a_client_that_stops_reading_loses_nothing(wire: Wire, workspace: Path):
     wire.call("playbook", name="day-0")
     wire.close()  # without reading that one: the server ends by itself
     assert wire.process.returncode is not None
+
+
+def test_thirty_two_calls_at_once_over_stdio_are_all_answered(wire: Wire, workspace: Path):
+    """All are on the wire before the first answer is read; one of them is a job."""
+    add_run(workspace)
+    wire.initialize()
+    drafted = {f"runs/drafts/{n}.py": f"# {n}\n" for n in range(6)}
+    asked = [wire.call("report", run="runs/older")]
+    asked += [wire.call("draft_write", file=name, text=text) for name, text in drafted.items()]
+    asked += [wire.call("playbook", name="day-0") for _ in range(8)]
+    asked += [wire.call("list_runs", limit=1 + n) for n in range(9)]
+    wrong = [wire.call("inspect", model="../x") for _ in range(4)]
+    wrong += [wire.call("draft_write", file="a.py", text="x") for _ in range(4)]
+    assert len({*asked, *wrong}) == 32
+    answers: dict[int, dict[str, Any]] = {}
+    assert wire.process.stdout
+    while len(answers) < 32:
+        found = json.loads(wire.process.stdout.readline())
+        if "id" in found:
+            assert found["id"] not in answers
+            answers[found["id"]] = found["result"]
+    assert {number for number, each in answers.items() if each.get("isError")} == {*wrong}
+    assert [answers[n]["structuredContent"]["kind"] for n in asked[1:7]] == ["draft"] * 6
+    assert {name: (workspace / name).read_text() for name in drafted} == drafted
+    assert [job.state for job in Store(workspace).list()] == ["done"]
+    assert (workspace / "runs" / "older" / "report.html").read_text().endswith("</html>")
 
 
 def test_it_ends_with_its_client(wire: Wire):

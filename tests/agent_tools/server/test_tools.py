@@ -165,6 +165,7 @@ def calls_with(path: str) -> list[tuple[str, dict[str, Any]]]:
         ("recipe_pr", {"folder": "r", "repository": path}),
         ("train", {"recipe": path}),
         ("eval_agent", {"out": path}),
+        ("draft_write", {"file": path, "text": "x"}),
     ]
 
 

@@ -1,17 +1,21 @@
 """The whole path of an agent, by a real client over stdio: from a planted fault to green gates.
 
+The client reads and writes no file of the workspace itself: it has the tools, and nothing else.
+
 The fault is a recipe's own norm whose sum is ordered by the number of rows. The fix, a verified
 kernel for the package's contract and a plan that names it, is a patch to that recipe alone.
 """
 
+import difflib
 import os
-import shutil
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from mcp import Client
 from mcp.client.stdio import StdioServerParameters
 
@@ -69,15 +73,30 @@ def write_recipe(folder: Path, file: str, contract: str, rules: dict[str, str]) 
     )  # fmt: skip
 
 
-def write_fix(workspace: Path) -> None:
-    """The patch that an agent writes: another kernel, and the plan without the hasty one."""
-    folder = workspace / RECIPE
-    (folder / "kernels" / "hasty.py").unlink()
-    shutil.copy(CANDIDATE, folder / "kernels" / "norm.py")
-    write_recipe(folder, "kernels/norm.py", CONTRACT, {})
-    git(workspace, "add", "-A", "model_recipes")
-    (workspace / "runs" / "fix.diff").write_text(git(workspace, "diff", "--cached"))
-    git(workspace, "reset", "-q", "--hard")
+def change(path: str, old: str, new: str) -> str:
+    """One file's part of a unified diff; an empty text is a file that is not there."""
+    lines = [text.splitlines(keepends=True) for text in (old, new)]
+    names = [f"{side}/{path}" if text else "/dev/null" for side, text in (("a", old), ("b", new))]
+    return "".join(difflib.unified_diff(*lines, *names))
+
+
+def fix(source: str, kernel: str, digest: str) -> str:
+    """The diff that an agent writes: another kernel, and the plan without the hasty one.
+
+    source: what recipe_show answers, from which it knows the files as they are.
+    """
+    names = re.findall(r"^--- (.+), as data ---$", source, re.MULTILINE)
+    assert names == ["recipe.yaml", "kernels/hasty.py"]
+    _, recipe, hasty = re.split(r"^--- .+, as data ---\n", source, flags=re.MULTILINE)
+    recipe, hasty = recipe.removesuffix("\n"), f"{hasty.rstrip()}\n"
+    after = yaml.safe_load(recipe)
+    del after["plan"]["rules"]["hasty_norm"]
+    after["kernels"] = [
+        {**after["kernels"][0], "contract": CONTRACT, "path": "kernels/norm.py", "digest": digest}
+    ]
+    files = {"recipe.yaml": (recipe, yaml.safe_dump(after, sort_keys=False)),
+             "kernels/hasty.py": (hasty, ""), "kernels/norm.py": ("", kernel)}  # fmt: skip
+    return "".join(change(f"{RECIPE}/{name}", *texts) for name, texts in files.items())
 
 
 @pytest.fixture
@@ -122,11 +141,13 @@ async def test_from_a_planted_fault_to_green_gates(faulty: Path):
         red = await call("gate", only="C2,C3", **where)
         assert [gate["result"] for gate in red["gates"]] == ["pass", "fail"]
 
-        shutil.copy(CANDIDATE, faulty / "runs" / "norm.py")
-        verdict = await call("verify", file="runs/norm.py", contract=CONTRACT, quick=True)
+        kernel = await call("draft_write", file="runs/drafts/norm.py", text=CANDIDATE.read_text())
+        verdict = await call("verify", file=kernel["file"], contract=CONTRACT, quick=True)
         assert verdict["status"] == "pass", verdict["reason"]
-        write_fix(faulty)
-        await call("patch_propose", diff="runs/fix.diff", run="runs/fix", purpose="an exact norm")
+        shown = await client.call_tool("recipe_show", {"folder": RECIPE, "source": True})
+        text = fix(shown.content[0].text, CANDIDATE.read_text(), kernel["digest"])
+        diff = await call("draft_write", file="runs/drafts/fix.diff", text=text)
+        await call("patch_propose", diff=diff["file"], run="runs/fix", purpose="an exact norm")
         admitted = await call(
             "patch_apply", run="runs/fix", gates=red["call"]["folder"], quick=True,
             repro=f"{repro['call']['folder']}/repro.py",
