@@ -19,8 +19,15 @@ Driver = Annotated[
 ]
 AgentModel = Annotated[str, typer.Option(help="The provider's name of its model.")]
 BaseUrl = Annotated[str | None, typer.Option(help="Another endpoint of the same API.")]
-MaxTurns = Annotated[int, typer.Option(help="Most answers of the model.", min=0)]
-MaxTokens = Annotated[int, typer.Option(help="Most tokens, in and out.", min=0)]
+MaxTurns = Annotated[
+    int | None,
+    typer.Option(help="Most answers of the model; by default 60 (40 a task). Not codex.", min=0),
+]
+MaxTokens = Annotated[
+    int | None,
+    typer.Option(help="Most tokens, in and out; by default 2 (1) million. Not codex.", min=0),
+]
+MaxCalls = Annotated[int | None, typer.Option(help="Most calls of any one tool.", min=0)]
 MaxMinutes = Annotated[float, typer.Option(help="Most minutes.", min=0)]
 MaxMoney = Annotated[float | None, typer.Option(help="Most US dollars; needs --price.", min=0)]
 PriceOption = Annotated[
@@ -43,16 +50,28 @@ def _group() -> None:
 
 
 def budgets_of(
-    turns: int, tokens: int, minutes: float, money: float | None, price: str | None, waive: bool
-) -> "Budgets":
-    """The options as budgets, checked."""
-    from ..drivers.budgets import Budgets, Price
+    agent: str, turns: int | None, tokens: int | None, calls: int | None, minutes: float,
+    money: float | None, price: str | None, waive: bool, *, usual: tuple[int, int],
+) -> "Budgets":  # fmt: skip
+    """The options as budgets, checked. usual: turns and tokens where none are given.
 
+    What an external program cannot be held to has no usual value, and is refused where given.
+    """
+    from ..drivers.budgets import Budgets, Price
+    from ..drivers.external import require_held
+
+    if agent != "codex":
+        turns, tokens = (
+            given if given is not None else default
+            for given, default in zip((turns, tokens), usual, strict=True)
+        )
     found = Budgets(
-        turns=turns, tokens=tokens, seconds=60 * minutes, money=money,
+        turns=turns, tokens=tokens, calls=calls, seconds=60 * minutes, money=money,
         price=None if price is None else Price.parse(price), waive_money=waive,
     )  # fmt: skip
     found.check()
+    if agent == "claude" or agent == "codex":
+        require_held(agent, found)
     return found
 
 
@@ -63,8 +82,9 @@ def align(
     agent: Driver = "autopilot",
     agent_model: AgentModel = "",
     base_url: BaseUrl = None,
-    max_turns: MaxTurns = 60,
-    max_tokens: MaxTokens = 2_000_000,
+    max_turns: MaxTurns = None,
+    max_tokens: MaxTokens = None,
+    max_calls: MaxCalls = None,
     max_minutes: MaxMinutes = 60.0,
     max_money: MaxMoney = None,
     price: PriceOption = None,
@@ -99,7 +119,10 @@ def align(
         )
     if resume and out is None:
         raise UsageError("--resume needs --out, the folder of the run")
-    budgets = budgets_of(max_turns, max_tokens, max_minutes, max_money, price, waive_money)
+    budgets = budgets_of(
+        agent, max_turns, max_tokens, max_calls, max_minutes, max_money, price, waive_money,
+        usual=(60, 2_000_000),
+    )  # fmt: skip
     folder = out or measure.new_folder(f"align-{agent}-{model}")
     driver = Agent(name=agent, model=agent_model, base_url=base_url, resumed=resume)
     with stages() as progress:
@@ -132,8 +155,9 @@ def evaluate(
     only: Annotated[
         str | None, typer.Option(metavar="TASKS", help="Only these, by name; default: all.")
     ] = None,
-    max_turns: MaxTurns = 40,
-    max_tokens: MaxTokens = 1_000_000,
+    max_turns: MaxTurns = None,
+    max_tokens: MaxTokens = None,
+    max_calls: MaxCalls = None,
     max_minutes: MaxMinutes = 30.0,
     max_money: MaxMoney = None,
     price: PriceOption = None,
@@ -152,7 +176,10 @@ def evaluate(
     driver = None
     budgets = None
     if agent != "autopilot":
-        budgets = budgets_of(max_turns, max_tokens, max_minutes, max_money, price, waive_money)
+        budgets = budgets_of(
+            agent, max_turns, max_tokens, max_calls, max_minutes, max_money, price, waive_money,
+            usual=(40, 1_000_000),
+        )  # fmt: skip
         driver = Agent(name=agent, model=agent_model, base_url=base_url)
     folder = out or measure.new_folder(f"eval-{agent}")
     names = None if only is None else [name.strip() for name in only.split(",")]

@@ -4,7 +4,13 @@
 
 The program gets the task, the workbench's tools over stdio, and a working folder of its own. What
 it prints goes into the transcript line by line, as data. What it claims counts for nothing: the
-judge runs when it has ended. It is stopped when the time is used up, with all it started.
+judge runs when it has ended. It is stopped, with all it started, when time, tokens or the calls of
+one tool are used up. A budget that a program gives no means to hold is refused.
+
+Sources: ``claude --output-format stream-json`` tells the usage of each step in its ``assistant``
+events (several of one ``message.id`` tell the same), and the sum in ``result``; what a step wrote
+may be told late, what it read is not. ``codex exec --json`` tells the thread's usage once, in the
+``turn.completed`` that ends it, and has no limit of its own (codex-rs/exec/src/exec_events.rs).
 
 Left out: resuming (the programs keep their own sessions), and their permission to run commands,
 which is the person's to give.
@@ -19,13 +25,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from ...kernels.errors import CapabilityError
+from ...kernels.errors import CapabilityError, UsageError
 from ...kernels.files import replace_whole
-from .budgets import Budgets
+from .budgets import Budgets, Spent
 from .conversation import Usage
 from .loop import EXITS, Judgement, Outcome
 from .transcript import Transcript
@@ -40,6 +47,20 @@ SAID = ("passed", "needs-tick", "stopped-early")
 """Ends of which the judge says more."""
 ENDS = {"error_max_turns": "budget-turns", "error_max_budget_usd": "budget-money"}
 """What ``claude`` calls the end of a budget, and what we call it."""
+
+
+NOT_HELD: dict[Program, tuple[str, ...]] = {"claude": (), "codex": ("turns", "tokens", "money")}
+"""Budgets that nothing enforces while the program runs."""
+
+
+def require_held(program: Program, budgets: Budgets) -> None:
+    """UsageError for a budget that could only be read off when it is spent."""
+    for name in NOT_HELD[program]:
+        if getattr(budgets, name):
+            raise UsageError(
+                f"{program} has no limit on {name} and tells what it used only when it has ended; "
+                f"leave out --max-{name}, and use --max-minutes and --max-calls"
+            )
 
 
 def stdio_command(bench: Workbench) -> list[str]:
@@ -82,6 +103,7 @@ def run_program(
 ) -> Outcome:  # fmt: skip
     """Run the program to its end, then ask the judge."""
     budgets.check()
+    require_held(program, budgets)
     workspace = folder.resolve() / "workspace"
     transcript = Transcript.begin(folder)
     words = command_line(program, task, bench, budgets, folder.resolve())
@@ -93,7 +115,7 @@ def run_program(
     if spent is None:
         workspace.mkdir(parents=True, exist_ok=True)
         progress(f"{program} works; its output goes to {transcript.path}")
-        spent = _watch(words, workspace, budgets.seconds, began, transcript, told)
+        spent = _watch(words, workspace, budgets, began, transcript, told)
     found = (judge or bench.judge)() if told.started else Judgement(passed=False, reason="no run")
     transcript.append("verdict", time.monotonic() - began, found.model_dump())
     judged = "passed" if found.passed else "needs-tick" if found.waits else ""
@@ -115,40 +137,68 @@ def run_program(
 
 
 class _Told:
-    """What the program said about itself; for the record, never for the verdict."""
+    """What the program said about itself; for the record and the budgets, never for the verdict."""
 
     def __init__(self) -> None:
-        self.started, self.turns, self.calls = False, 0, 0
-        self.usage, self.end = Usage(), ""
+        self.started, self.turns, self.end = False, 0, ""
         self.money: float | None = None
+        self.steps: dict[str, Usage] = {}
+        self.total = Usage()
+        self.called: dict[str, str] = {}
+
+    @property
+    def usage(self) -> Usage:
+        """The program's own sum, or that of its steps where it has told no more yet."""
+        steps = sum(self.steps.values(), Usage())
+        return max(steps, self.total, key=lambda usage: usage.total)
+
+    @property
+    def calls(self) -> int:
+        """Calls of tools that it began."""
+        return len(self.called)
+
+    def spent(self, budgets: Budgets) -> Spent | None:
+        """The budget that its words show to be used up."""
+        if budgets.tokens is not None and self.usage.total >= budgets.tokens:
+            return "budget-tokens"
+        most = max(Counter(self.called.values()).values(), default=0)
+        return "budget-calls" if budgets.calls is not None and most > budgets.calls else None
 
     def hear(self, event: dict[str, Any]) -> None:
         """One line of output."""
-        kind = event.get("type")
+        kind, item, message = (event.get(name) for name in ("type", "item", "message"))
         if kind == "result":
             self.turns = _number(event.get("num_turns"), self.turns)
             cost = event.get("total_cost_usd")
             self.money = float(cost) if isinstance(cost, int | float) else None
             self.end = ENDS.get(str(event.get("subtype")), self.end)
-            self._count(event.get("usage"))
+            self.total = _usage(event.get("usage"))
         elif kind == "turn.completed":
             self.turns += 1
-            self._count(event.get("usage"))
-        elif kind == "item.completed":
-            item = event.get("item")
-            self.calls += isinstance(item, dict) and item.get("type") == "mcp_tool_call"
-        elif kind == "assistant":
-            message = event.get("message")
-            content = message.get("content") if isinstance(message, dict) else None
-            parts = content if isinstance(content, list) else []
-            self.calls += sum(isinstance(p, dict) and p.get("type") == "tool_use" for p in parts)
+            self.total = _usage(event.get("usage"))
+        elif kind in ("item.started", "item.completed") and isinstance(item, dict):
+            if item.get("type") == "mcp_tool_call":
+                self._call(item, "tool")
+        elif kind == "assistant" and isinstance(message, dict):
+            name = str(message.get("id"))
+            told = _usage(message.get("usage"))
+            self.steps[name] = max(told, self.steps.get(name, told), key=lambda each: each.total)
+            content = message.get("content")
+            for part in content if isinstance(content, list) else []:
+                if isinstance(part, dict) and part.get("type") == "tool_use":
+                    self._call(part, "name")
 
-    def _count(self, usage: object) -> None:
-        if isinstance(usage, dict):
-            self.usage += Usage(
-                input=_number(usage.get("input_tokens"), 0),
-                output=_number(usage.get("output_tokens"), 0),
-            )
+    def _call(self, call: dict[str, Any], name: str) -> None:
+        self.called[str(call.get("id", self.calls))] = str(call.get(name))
+
+
+def _usage(told: object) -> Usage:
+    """Tokens; what was read from a cache or into one counts as input."""
+    if not isinstance(told, dict):
+        return Usage()
+    cached = ("cache_creation_input_tokens", "cache_read_input_tokens")
+    read = (_number(told.get(name), 0) for name in ("input_tokens", *cached))
+    return Usage(input=sum(read), output=_number(told.get("output_tokens"), 0))
 
 
 def _number(value: object, default: int) -> int:
@@ -156,40 +206,51 @@ def _number(value: object, default: int) -> int:
 
 
 def _watch(
-    words: list[str], folder: Path, seconds: float | None, began: float, transcript: Transcript,
+    words: list[str], folder: Path, budgets: Budgets, began: float, transcript: Transcript,
     told: _Told,
 ) -> str | None:  # fmt: skip
-    """Run and listen; the end by time or failure, or None."""
+    """Run and listen; the end by a budget or by failure, or None."""
     process = subprocess.Popen(
         words, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
     )  # fmt: skip
     told.started = True
-    assert process.stdout is not None
-    listener = threading.Thread(
-        target=_listen, args=(process.stdout, began, transcript, told), daemon=True
-    )
+
+    def end() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and whatever it left running
+
+    def listen() -> None:
+        assert process.stdout is not None
+        for event in _events(process.stdout):
+            transcript.append("stream", time.monotonic() - began, event)
+            told.hear(event)
+            if told.spent(budgets) is not None and process.poll() is None:
+                end()
+
+    listener = threading.Thread(target=listen, daemon=True)
     listener.start()
+    seconds = budgets.seconds
     try:
         left = None if seconds is None else max(0.0, seconds - (time.monotonic() - began))
         code = process.wait(left)
     except subprocess.TimeoutExpired:
         return "budget-time"
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # and whatever it left running
+        end()
         process.wait(WAIT_AFTER_KILL)
         listener.join(WAIT_AFTER_KILL)
+        assert process.stdout is not None
         process.stdout.close()
-    return None if code == 0 or told.end else "program-failed"
+    failed = None if code == 0 or told.end else "program-failed"
+    return told.spent(budgets) or failed
 
 
-def _listen(stream: IO[str], began: float, transcript: Transcript, told: _Told) -> None:
+def _events(stream: IO[str]) -> Iterator[dict[str, Any]]:
     while line := stream.readline(MAX_LINE):
         try:
             event = json.loads(line)
         except ValueError:
             event = {"type": "text", "text": line.rstrip("\n")}
         if isinstance(event, dict):
-            transcript.append("stream", time.monotonic() - began, event)
-            told.hear(event)
+            yield event

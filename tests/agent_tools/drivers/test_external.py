@@ -8,15 +8,20 @@ from pathlib import Path
 
 import pytest
 
+from zeromismatch.agent_tools.cli import run
+from zeromismatch.agent_tools.commands.agent import budgets_of
 from zeromismatch.agent_tools.drivers.agents import Agent, outcome_of
-from zeromismatch.agent_tools.drivers.budgets import Budgets
+from zeromismatch.agent_tools.drivers.budgets import Budgets, Price
 from zeromismatch.agent_tools.drivers.external import Program, run_program, stdio_command
 from zeromismatch.agent_tools.drivers.loop import Judgement
 from zeromismatch.agent_tools.drivers.transcript import read_transcript
 from zeromismatch.agent_tools.drivers.workbench import Workbench
 from zeromismatch.kernels.errors import CapabilityError, UsageError
 
-FREE = Budgets(waive_money=True, seconds=60, turns=7)
+FREE = {
+    "claude": Budgets(waive_money=True, seconds=60, turns=7),
+    "codex": Budgets(waive_money=True, seconds=60, turns=None, tokens=None),
+}
 RED = Judgement(passed=False, reason="C3 is red")
 GREEN = Judgement(passed=True, reason="green")
 CLAIMS = {
@@ -61,9 +66,9 @@ def test_a_claim_of_success_is_judged_by_the_gates(
     program: Program, path: Path, bench: Workbench, tmp_path: Path
 ):
     install(path, program, says(program) + "print('no json')")
-    lied = run_program(program, "task", bench, FREE, tmp_path / "a", judge=lambda: RED)
+    lied = run_program(program, "task", bench, FREE[program], tmp_path / "a", judge=lambda: RED)
     assert (lied.reason, lied.exit_code, lied.detail) == ("stopped-early", 1, "C3 is red")
-    true = run_program(program, "task", bench, FREE, tmp_path / "b", judge=lambda: GREEN)
+    true = run_program(program, "task", bench, FREE[program], tmp_path / "b", judge=lambda: GREEN)
     assert (true.reason, true.exit_code) == ("passed", 0)
     assert (true.tokens, true.calls) == (1000, 1)
     assert true.money == (0.25 if program == "claude" else None)
@@ -76,7 +81,8 @@ def test_the_programs_get_their_documented_arguments(path: Path, bench: Workbenc
     keep += "json.dumps(sys.argv[1:]))"
     for program in ("claude", "codex"):
         install(path, program, keep)
-        run_program(program, "--help me; $(x)", bench, FREE, tmp_path / program, judge=lambda: RED)
+        given = (program, "--help me; $(x)", bench, FREE[program], tmp_path / program)
+        run_program(*given, judge=lambda: RED)
     claude = json.loads((tmp_path / "claude" / "argv.json").read_text())
     assert claude[:5] == ["-p", "--help me; $(x)", "--output-format", "stream-json", "--verbose"]
     assert "--strict-mcp-config" in claude
@@ -100,7 +106,7 @@ def test_a_program_that_hangs_is_ended_with_all_it_started(
 ):
     child = "pid = os.fork()\nprint(json.dumps({'pid': pid or os.getpid()}), flush=True)\n"
     install(path, program, child + "time.sleep(60)")
-    short = Budgets(waive_money=True, seconds=2)
+    short = Budgets(waive_money=True, seconds=2, turns=None, tokens=None)
     found = run_program(program, "task", bench, short, tmp_path / "a", judge=lambda: RED)
     assert (found.reason, found.exit_code) == ("budget-time", 5)
     for entry in read_transcript(tmp_path / "a"):
@@ -114,9 +120,9 @@ def test_a_program_that_fails_or_is_missing_is_said(
     program: Program, path: Path, bench: Workbench, tmp_path: Path
 ):
     with pytest.raises(CapabilityError, match="not on the PATH"):
-        run_program(program, "task", bench, FREE, tmp_path / "a", judge=lambda: GREEN)
+        run_program(program, "task", bench, FREE[program], tmp_path / "a", judge=lambda: GREEN)
     install(path, program, "sys.exit(3)")
-    found = run_program(program, "task", bench, FREE, tmp_path / "b", judge=lambda: RED)
+    found = run_program(program, "task", bench, FREE[program], tmp_path / "b", judge=lambda: RED)
     assert (found.reason, found.exit_code) == ("program-failed", 4)
 
 
@@ -125,7 +131,8 @@ def test_the_programs_own_budgets_have_their_reasons(path: Path, bench: Workbenc
                             ("error_max_budget_usd", "budget-money")):  # fmt: skip
         event = json.dumps({"type": "result", "subtype": subtype, "num_turns": "nonsense"})
         install(path, "claude", f"print({event!r})\nsys.exit(1)")
-        found = run_program("claude", "t", bench, FREE, tmp_path / subtype, judge=lambda: RED)
+        found = run_program("claude", "t", bench, FREE["claude"], tmp_path / subtype,
+                            judge=lambda: RED)  # fmt: skip
         assert (found.reason, found.exit_code) == (reason, 5)
 
 
@@ -140,5 +147,80 @@ def test_a_budget_of_zero_starts_nothing(path: Path, bench: Workbench, tmp_path:
 def test_runs_of_programs_are_not_resumed(path: Path, bench: Workbench):
     install(path, "codex", "pass")
     with pytest.raises(UsageError, match="not resumed"):
-        outcome_of(bench, Agent(name="codex", resumed=True), FREE, judge=lambda: RED)
+        outcome_of(bench, Agent(name="codex", resumed=True), FREE["codex"], judge=lambda: RED)
     assert os.listdir(path) == ["codex"]
+
+
+def step(number: int, tokens: int, *tools: str) -> dict[str, object]:
+    """An ``assistant`` event as ``claude`` prints it."""
+    usage = {"input_tokens": 3, "cache_read_input_tokens": tokens - 13, "output_tokens": 10}
+    content = [{"type": "tool_use", "id": f"{number}-{n}", "name": name}
+               for n, name in enumerate(tools)]  # fmt: skip
+    return {
+        "type": "assistant",
+        "message": {"id": f"m{number}", "usage": usage, "content": content},
+    }
+
+
+def goes_on(events: list[dict[str, object]]) -> str:
+    """A program that says this and then hangs, with a child."""
+    said = "".join(f"print({json.dumps(json.dumps(event))}, flush=True)\n" for event in events)
+    return f"{said}os.fork()\ntime.sleep(60)\n"
+
+
+def test_claude_is_ended_when_its_tokens_are_used_up(path: Path, bench: Workbench, tmp_path: Path):
+    events = [step(1, 400), step(1, 400), step(2, 600)]  # a step that is told twice counts once
+    install(path, "claude", goes_on(events))
+    for most, reason, tokens in ((1000, "budget-tokens", 1000), (1001, "budget-time", 1000)):
+        budgets = Budgets(waive_money=True, tokens=most, seconds=20 if most == 1000 else 2)
+        found = run_program("claude", "t", bench, budgets, tmp_path / str(most), judge=lambda: RED)
+        assert (found.reason, found.exit_code, found.tokens) == (reason, 5, tokens)
+
+
+@programs
+def test_a_program_is_ended_when_one_tool_is_used_up(
+    program: Program, path: Path, bench: Workbench, tmp_path: Path
+):
+    if program == "claude":
+        events = [step(1, 20, "gates", "verify"), step(2, 20, "gates"), step(3, 20, "gates")]
+    else:
+        events = [{"type": f"item.{kind}", "item": {"id": str(n), "type": "mcp_tool_call",
+                                                    "tool": tool}}
+                  for n, tool in enumerate(("gates", "verify", "gates", "gates"))
+                  for kind in ("started", "completed")]  # fmt: skip
+    install(path, program, goes_on(events))
+    for most, reason in ((2, "budget-calls"), (3, "budget-time")):
+        budgets = Budgets(waive_money=True, calls=most, seconds=20 if most == 2 else 2, turns=None,
+                          tokens=None)  # fmt: skip
+        found = run_program(program, "t", bench, budgets, tmp_path / str(most), judge=lambda: RED)
+        assert (found.reason, found.exit_code, found.calls) == (reason, 5, 4)
+
+
+def test_the_programs_last_word_on_tokens_counts(path: Path, bench: Workbench, tmp_path: Path):
+    usage = {"input_tokens": 900, "output_tokens": 200}
+    events = [step(1, 400), {"type": "result", "subtype": "success", "usage": usage}]
+    install(path, "claude", "".join(f"print({json.dumps(json.dumps(e))})\n" for e in events))
+    given = ("claude", "t", bench, FREE["claude"], tmp_path / "a")
+    assert run_program(*given, judge=lambda: RED).tokens == 1100
+
+
+@pytest.mark.parametrize("name", ["turns", "tokens", "money"])
+def test_a_budget_that_codex_cannot_be_held_to_is_refused(
+    path: Path, bench: Workbench, tmp_path: Path, name: str
+):
+    install(path, "codex", "open('started', 'w')")
+    given = {"turns": None, "tokens": None, name: 7}
+    budgets = Budgets(waive_money=True, price=Price(input=1, output=1), **given)
+    with pytest.raises(UsageError, match=f"leave out --max-{name}"):
+        run_program("codex", "t", bench, budgets, tmp_path / "a", judge=lambda: GREEN)
+    assert not (tmp_path / "a").exists()
+
+
+def test_the_options_are_the_budgets(capsys: pytest.CaptureFixture[str]):
+    given = {"minutes": 1.0, "money": None, "price": None, "waive": True, "usual": (60, 9)}
+    for agent, turns, tokens in (("claude", 60, 9), ("openai", 60, 9), ("codex", None, None)):
+        found = budgets_of(agent, None, None, 4, **given)
+        assert (found.turns, found.tokens, found.calls) == (turns, tokens, 4)
+    words = ["align", "tiny:llama", "--agent", "codex", "--waive-money", "--max-tokens", "9"]
+    assert run(words) == 2
+    assert "leave out --max-tokens" in capsys.readouterr().err
