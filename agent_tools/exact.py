@@ -16,6 +16,11 @@ more care and gets two passes:
     left, right = (traced(side, ExactInputs("equal keys", requests)) for side in sides)
     exact_probes("equal keys", Comparison(left, right))["model.layers.0.self_attn#attention"]
 
+Layers that carry state get integers, no decay and unit strengths: k of row n is the unit vector n,
+q reads the row half as far, Mamba-2 takes a step at position 0 only, so every sum is exact in any
+order. A row that is off by a quarter was computed from other rows: stale or wrong state; by less,
+a rounding point.
+
 Where nothing differs on such inputs, the difference found on real ones is the order of a sum (for
 an operator that sums; the others have only rounding points).
 """
@@ -38,8 +43,8 @@ Pass = Literal["equal keys", "two keys"]
 PASSES: tuple[Pass, ...] = ("equal keys", "two keys")
 
 UNTOUCHED_CLASSES = frozenset({"rotary_table", "logprob", "topk"})  # a choice is no pattern
-DECAY_CLASSES = frozenset({"decay", "discretised"})
-"""They give logarithms of decays: any pattern above 0 would be refused."""
+CARRYING_CLASSES = STATE_CLASSES - {"attention"}
+FAR = 0.25
 FAR_BELOW = -3e4
 PADDING_VALUE = 2.0**20
 HEAD_STRIDE = 7
@@ -75,10 +80,11 @@ class ExactInputs:
         self.tracer.record(call)
         if call.site.op_class in UNTOUCHED_CLASSES:
             return None
-        if call.site.op_class in DECAY_CLASSES:
-            return torch.zeros_like(call.output)
         if call.site.op_class == "kv_write":
             return self._keys_and_values(call)
+        carried = self._carried(call)
+        if carried is not None:
+            return carried
         output = torch.zeros_like(call.output, memory_format=torch.contiguous_format)
         if call.site.op_class == "rotary":
             sizes = torch.from_numpy(1.0 + self._seed % 97).to(output)
@@ -87,11 +93,34 @@ class ExactInputs:
             self._set_one_term(output, call.site.name)
         return output
 
+    def _carried(self, call: SiteCall) -> Tensor | None:
+        """What goes into a convolution's successors and into recurrences: integers, no decay."""
+        output, position = call.output, torch.from_numpy(self._position).to(call.output.device)
+        if call.site.op_class == "decay":
+            return torch.zeros_like(output)
+        if call.site.op_class == "convolution":
+            sizes = torch.from_numpy(1 + self._seed % 3).to(output)
+            return sizes[:, None].expand_as(output).contiguous()
+        if call.site.op_class == "time_step":
+            return (position == 0).to(output)[:, None].expand_as(output).contiguous()
+        if call.site.op_class == "discretised":
+            x, dt = call.inputs["x"].float(), call.inputs["dt"].float()
+            return torch.cat([x * dt[..., None], -dt[..., None]], dim=-1).to(output)
+        if call.site.part == "beta":
+            return torch.ones_like(output)
+        if call.site.part in ("q_norm", "k_norm"):
+            row = position if call.site.part == "k_norm" else position // 2
+            unit = torch.nn.functional.one_hot(row % output.shape[-1], output.shape[-1])
+            return unit.to(output)[:, None].expand_as(output).contiguous()
+        return None
+
     def _set_one_term(self, output: Tensor, name: str) -> None:
+        """Another column at each of a convolution's taps, so that its sums have one term, too."""
         flat = output.view(len(output), -1)
         seed = self._seed + zlib.crc32(name.encode())
         terms = torch.from_numpy(0.5 + (seed * 2654435761 % 2**23) / 2**24).to(flat)
-        columns = torch.from_numpy(seed % flat.shape[1]).to(flat.device)
+        place = self._position * 7919 + zlib.crc32(name.encode())
+        columns = torch.from_numpy(place % flat.shape[1]).to(flat.device)
         flat.scatter_(1, columns[:, None], terms[:, None])
 
     def _keys_and_values(self, call: SiteCall) -> Tensor:
@@ -112,8 +141,7 @@ class ExactInputs:
 
 def exact_probes(name: Pass, comparison: Comparison) -> dict[str, Probe]:
     """What one pass says about every site that computes something."""
-    silent = COPY_CLASSES | STATE_CLASSES - {"attention"}  # a state is no sum with one term
-    sites = (site for site in comparison.sites if site.op_class not in silent)
+    sites = (site for site in comparison.sites if site.op_class not in COPY_CLASSES)
     return {site.site: _probe(name, comparison, site) for site in sites}
 
 
@@ -121,6 +149,13 @@ def _probe(name: Pass, comparison: Comparison, site: SiteComparison) -> Probe:
     label = f"exact sums, {name}" if site.op_class == "attention" else "exact sums"
     if not site.compared:
         return Probe(name=label, result="no row had equal inputs on both sides")
+    if site.op_class in CARRYING_CLASSES:
+        far = _far_apart(comparison, site)
+        result = f"{site.affected} of {site.compared} rows differ where every sum is exact"
+        if far:
+            result += f", {far} of them by a quarter or more"
+            return Probe(name=label, result=result, decided="stale or wrong state")
+        return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
     if site.op_class != "attention":
         result = f"{site.affected} of {site.compared} rows differ where each sum has one term"
         return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
@@ -140,18 +175,37 @@ def _probe(name: Pass, comparison: Comparison, site: SiteComparison) -> Probe:
     return Probe(name=label, result=result, decided="rounding point" if site.affected else None)
 
 
+def _differing(comparison: Comparison, site: SiteComparison) -> tuple[Tensor, Tensor] | None:
+    """fp64 [rows, values] of both sides at the rows that convict, where they were kept."""
+    key = ColumnKey(site.site, site.call, OUTPUT)
+    sides = comparison.left.blobs.get(key), comparison.right.blobs.get(key)
+    where = np.flatnonzero(site.convicting)
+    if sides[0] is None or sides[1] is None or not len(where):
+        return None
+    left = sides[0].tensor[torch.from_numpy(where)].double().flatten(1)
+    return left, sides[1].tensor[torch.from_numpy(site.output.right[where])].double().flatten(1)
+
+
+def _far_apart(comparison: Comparison, site: SiteComparison) -> int:
+    """Rows with a value that is off by a quarter of itself, or not finite on one side."""
+    both = _differing(comparison, site)
+    if both is None:
+        return 0
+    left, right = both
+    near = (left - right).abs() < FAR * torch.maximum(left.abs(), right.abs())
+    return int((~near & (left != right)).any(1).sum())
+
+
 def _wrong_counts(comparison: Comparison, site: SiteComparison) -> tuple[int, int]:
     """Rows whose outputs are so far apart that another set of values must have been read.
 
     The second number counts those that can only have read a padding row.
     """
-    key = ColumnKey(site.site, site.call, OUTPUT)
-    sides = comparison.left.blobs.get(key), comparison.right.blobs.get(key)
-    where = np.flatnonzero(site.convicting)
-    if sides[0] is None or sides[1] is None or not len(where):
+    both = _differing(comparison, site)
+    if both is None:
         return 0, 0
-    left = sides[0].tensor[torch.from_numpy(where)].double().flatten(1)
-    right = sides[1].tensor[torch.from_numpy(site.output.right[where])].double().flatten(1)
+    left, right = both
+    where = np.flatnonzero(site.convicting)
     keys = comparison.left.table.position[site.rows[where]] + 1.0
     apart = (left - right).abs().amax(1) * torch.from_numpy(keys)
     return int((apart > 0.25).sum()), int((apart > PADDING_VALUE / 2).sum())

@@ -30,7 +30,7 @@ from ..model_recipes.plan import Plan
 from ..trainer.engines.base import Request
 from .anchor import locate_weight, prove_alignment
 from .cause import probe_call
-from .compare import Comparison
+from .compare import STATE_CLASSES, Comparison
 from .exact import PASSES, ExactInputs, exact_probes
 from .findings import culprits, group, logprob_report, within
 from .graft import Grafter, Reference, choose_rows
@@ -232,9 +232,10 @@ class _Localization:
         first = [request.id for request in self.left.requests[:EXACT_REQUESTS]]
         names = closure(schedules, first)
         probes: dict[str, list[Probe]] = {name: [] for name in guilty}
-        attention = (site for site in plain.sites if site.op_class == "attention")
-        keep = guilty & {site.site for site in attention}
-        for keys in PASSES if keep else PASSES[:1]:
+        classes = {site.site: site.op_class for site in plain.sites}
+        keep = frozenset(name for name in guilty if classes.get(name) in STATE_CLASSES)
+        attends = any(classes[name] == "attention" for name in keep)
+        for keys in PASSES if attends else PASSES[:1]:
             self.options.progress(f"both sides on exact sums, {keys}")
             traces = []
             for runner, fault in ((self.left, self.options.fault), (self.right, lambda o: o)):
@@ -251,9 +252,7 @@ class _Localization:
         self.options.progress("self-test: one flipped bit")
         return self_test(self.left, self.options.fault)
 
-    def _graft_record(
-        self, grafted: Comparison, reference: Reference, plain: Comparison
-    ) -> Graft:
+    def _graft_record(self, grafted: Comparison, reference: Reference, plain: Comparison) -> Graft:
         inside = {s.site: within(grafted, s, reference.limits) for s in grafted.sites}
         judged = {s.site for s in grafted.sites if (s.eligible & inside[s.site]).any()}
         return Graft(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ...kernels.errors import CapabilityError
+from ..compare import STATE_CLASSES
 
 Layout = Mapping[str, tuple[str, ...]]
 
@@ -131,6 +132,11 @@ class Program:
 
 def layout_of(op_class: str) -> Layout:
     """Names of the axes; CapabilityError where no repro can be written for a class."""
+    if op_class in STATE_CLASSES and op_class not in _ROW_LAYOUTS:
+        raise CapabilityError(
+            f"no repro of one operator can be written for {op_class}: its state comes from all "
+            "rows before; `zm repro DIVERGENCE --whole` writes one that runs both engines"
+        )
     if op_class not in _ROW_LAYOUTS:
         raise CapabilityError(
             f"no repro can be written for {op_class}: it moves or looks up what others computed; "
