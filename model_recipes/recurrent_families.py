@@ -299,7 +299,8 @@ class Mamba2(_Shared):
             ),
             "skip": Part(
                 op_class="skip", stock=_alone(stock_skip),
-                aligned=_alone(lambda o, x: kernel("skip").skip(o, x, own.D)), weights=("D",),
+                aligned=_alone(lambda o, x: kernel("skip").skip(o.float(), x, own.D)),
+                weights=("D",),  # a stock decode row below it may be narrow
             ),
         }  # fmt: skip
 
