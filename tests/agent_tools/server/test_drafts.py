@@ -9,9 +9,10 @@ import pytest
 from mcp import Client
 
 from zeromismatch.agent_tools import cli
-from zeromismatch.agent_tools.drafts import MOST_BYTES
+from zeromismatch.agent_tools.drafts import MOST_BYTES, write_draft
 from zeromismatch.agent_tools.jobs.store import Store
 from zeromismatch.agent_tools.server.build import ToolServer
+from zeromismatch.kernels.errors import UsageError
 
 from .conftest import Wire
 
@@ -141,6 +142,17 @@ def test_the_command_answers_alike(workspace: Path, capsys: pytest.CaptureFixtur
     assert cli.run(words) == 0
     assert json.loads(capsys.readouterr().out)["file"] == "runs/drafts/a.diff"
     assert cli.run(["draft", "write", "a.py", "--text", "x"]) == 2
+
+
+def test_the_command_follows_no_link_either(workspace: Path):
+    """It has no server in front of it."""
+    (workspace / "elsewhere").mkdir()
+    (workspace / "runs" / "drafts").mkdir(parents=True)
+    (workspace / "runs" / "drafts" / "out").symlink_to(workspace / "elsewhere")
+    for file in ("runs/drafts/out/a.py", "runs/drafts/../a.py"):
+        with pytest.raises(UsageError, match="no place for a draft"):
+            write_draft(workspace, Path(file), "x")
+    assert list((workspace / "elsewhere").iterdir()) == []
 
 
 def test_it_is_written_without_torch(wire: Wire, workspace: Path):
