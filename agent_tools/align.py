@@ -103,7 +103,7 @@ def align(model: LoadedModel, requests: Sequence[Request], options: Options) -> 
             model,
             outcome.plan,
             proof,
-            outcome.steps,
+            (_baseline_step(baseline), *outcome.steps),
             command=options.command,
             rollout=options.rollout,
         )
@@ -123,6 +123,19 @@ def align(model: LoadedModel, requests: Sequence[Request], options: Options) -> 
         steps=outcome.steps,
         claims=tuple(entry.claim for entry in proof.claims) if proof else (),
         seconds=time.perf_counter() - began,
+    )
+
+
+def _baseline_step(found: Divergence) -> Step:
+    """The baseline as a first step of the notes: it is where causes were looked for."""
+    return Step(
+        left=found.left.side,
+        right=found.right.side,
+        plan="stock",
+        status=found.status,
+        found=found.reason,
+        groups=found.groups,
+        action="the baseline, stock kernels: next, from an engine against itself to the trainer",
     )
 
 

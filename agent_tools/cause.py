@@ -149,12 +149,11 @@ def _one_term(call: SiteCall, row: int, rows: int) -> Probe:
     where = ", ".join(map(str, counts))
 
     def same(dtype: torch.dtype | None = None) -> bool:
-        for trial in range(ONE_TERM_TRIALS):
-            single = _single_term(_copies(call.inputs, row, 1), trial, dtype)
-            outputs = [_run(call, _copies(single, 0, count))[:1] for count in counts]
-            if not all(bits.equal(output, outputs[0]) for output in outputs[1:]):
-                return False
-        return True
+        alone = _copies(call.inputs, row, 1)
+        trials = [_single_term(alone, trial, dtype) for trial in range(ONE_TERM_TRIALS)]
+        inputs = {key: torch.cat([trial[key] for trial in trials]) for key in alone}
+        outputs = [_in_calls_of(call, inputs, count) for count in counts]
+        return all(bits.equal(output, outputs[0]) for output in outputs[1:])
 
     if same():
         return Probe(
@@ -166,6 +165,16 @@ def _one_term(call: SiteCall, row: int, rows: int) -> Probe:
         result += ", but not where that term is a bfloat16 number: one of them narrows its inputs"
         return Probe(name="one term", result=result, decided="intermediate dtype")
     return Probe(name="one term", result=result, decided="rounding point")
+
+
+def _in_calls_of(call: SiteCall, inputs: Mapping[str, Tensor], count: int) -> Tensor:
+    """The output of every trial's row, computed in calls of ``count`` rows."""
+    parts: list[Tensor] = []
+    for first in range(0, ONE_TERM_TRIALS, count):
+        rows = (first + torch.arange(count)) % ONE_TERM_TRIALS
+        output = _run(call, {key: tensor[rows] for key, tensor in inputs.items()})
+        parts.append(output[: ONE_TERM_TRIALS - first])
+    return torch.cat(parts)
 
 
 def _single_term(

@@ -5,13 +5,15 @@
 
 It goes from an engine against itself to engine against trainer, and changes one thing at a time:
 only classes that were named get a contract. What remains stock at the end is then covered too, so
-that the plan is total. It solves what a registered kernel solves; otherwise it stops and says with
-what. The verdict always is the localizer's, never the autopilot's.
+that the plan is total. Causes decide nothing here and cost more than the rest, so they are looked
+for only where it is stuck, for whoever goes on. It solves what a registered kernel solves;
+otherwise it stops and says with what. The verdict always is the localizer's, never the autopilot's.
 
     outcome = fly(load_model("smollm2-135m"), requests)
     outcome.stuck or outcome.plan
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -76,16 +78,15 @@ def fly(
     for left, right in probes:
         while True:
             progress(f"{left} against {right}, plan {plan.name}")
-            found = localize(
-                Side.parse(left),
-                Side.parse(right),
-                model,
-                requests,
-                plan=plan,
-                options=Options(progress=progress),
+            compare = functools.partial(
+                localize, Side.parse(left), Side.parse(right), model, requests, plan=plan
             )
-            divergences.append(found)
+            found = compare(options=Options(progress=progress, causes=False))
             better, action, stuck = _next_plan(plan, found, model)
+            if stuck and found.culprits:
+                found = compare(options=Options(progress=progress))
+                better, action, stuck = _next_plan(plan, found, model)
+            divergences.append(found)
             steps.append(_step(left, right, plan, found, action))
             if stuck:
                 return Outcome(

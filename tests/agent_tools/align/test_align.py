@@ -48,7 +48,10 @@ def test_a_model_goes_from_red_to_a_recipe_that_a_second_model_can_adopt(
     assert recipe.plan.rules == aligned_plan("float32", "cpu").rules
     assert [item.verdict for item in recipe.evidence] == ["pass"] * 3
     assert recipe.model.spec in (out / "recipe" / "README.md").read_text()
-    assert "linear.chain.float32.cpu.v1" in (out / "recipe" / "NOTES.md").read_text()
+    notes = (out / "recipe" / "NOTES.md").read_text()
+    assert "linear.chain.float32.cpu.v1" in notes
+    assert "linear: reduction order (" in notes  # the baseline's: the autopilot asks for no cause
+    assert "unclassified" not in notes
     assert read_report(out).verdict == "EQUAL"
     other = load_model("tiny:llama")
     instrument = apply(other.module, out / "recipe")
@@ -82,6 +85,7 @@ def test_the_autopilot_stops_where_the_registry_has_nothing(
     assert "attention" in outcome.stuck
     assert "self_attn" in outcome.stuck
     assert outcome.plan.is_stock
+    assert {"reduction order"} <= {group.cause for group in outcome.divergences[-1].groups}
 
 
 def test_stock_kernels_do_not_pass_the_proof(model: LoadedModel) -> None:
