@@ -6,9 +6,9 @@
 Each run has a git repository of its own. Its first commit is a recipe that leaves every operator as
 the framework runs it; beside it lie a repro and a gate report of that state. A draft becomes a
 recipe (proved once more: rollout = trainer, error against fp64), the recipe a diff, and the diff a
-patch: its kernels go through the verifier, the repro must turn from mismatch to equal, and no green
-gate may turn red. What is admitted is one commit on a branch of that repository; ``zm recipe pr``
-brings it to the user's.
+patch: its kernels go through the whole verification (the quick one is for drafts), the repro must
+turn from mismatch to equal, and no green gate may turn red. What is admitted is one commit on a
+branch of that repository; ``zm recipe pr`` brings it to the user's.
 """
 
 import shlex
@@ -82,7 +82,7 @@ class Admission:
         repro = self.baseline / "repro" / "repro.py"
         return apply_patch(
             run, repro=repro if repro.is_file() else None, gates=self.baseline / "gates.json",
-            quick=True, progress=self.progress,
+            progress=self.progress,
         )  # fmt: skip
 
     def run_folder(self, *, new: bool = False) -> Path:
@@ -98,7 +98,7 @@ class Admission:
 
         folder = self.bench.folder / "recipe"
         waiting = [own.contract for own in unticked(load_recipe(folder), folder)]
-        words = ["zm", "patch", "apply", str(self.run_folder()), "--quick"]
+        words = ["zm", "patch", "apply", str(self.run_folder())]
         words += ["--gates", str(self.baseline / "gates.json")]
         words += ["--repro", str(self.baseline / "repro" / "repro.py")]
         again = shlex.join([*words, *(f"--reviewed={each}" for each in waiting)])

@@ -252,7 +252,8 @@ class _Attempt:
             text = verdict.model_dump_json(indent=2) + "\n"
             replace_whole(self.run / f"verify-{Path(path).name}.json", text)
             good = verdict.status in ("pass", "needs-review")
-            self._check("verify", good, f"{path}: {verdict.reason}", f"zm verify {path}")
+            took = f"{'quick' if verdict.quick else 'whole'}, {verdict.seconds:.0f} s"
+            self._check("verify", good, f"{path}: {verdict.reason} ({took})", f"zm verify {path}")
             if not good:
                 raise _RefusedError("verify", verdict.reason, path)
             self.fast = self.fast or faster(verdict)

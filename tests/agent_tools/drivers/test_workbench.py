@@ -145,6 +145,7 @@ def test_a_competent_model_ends_with_an_admitted_patch_green_gates_and_a_branch(
     assert [(each.name, each.status) for each in report.checks] == [
         ("repro-before", "pass"), ("verify", "pass"), ("repro-after", "pass"), ("regress", "pass"),
     ]  # fmt: skip
+    assert "(whole, " in report.checks[1].detail  # all row counts, not the quick ones of a draft
     assert git(folder / "repository", "rev-parse", found.branch) == report.commit
     recipe = load_recipe(found.recipe)
     assert [own.contract for own in recipe.kernels] == ["rmsnorm.lanes16.float32.cpu.v1"]
