@@ -8,9 +8,20 @@ Runs in trusted workers alone, by the same protocol and confinement as a candida
 
 import importlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+
+
+def load(*, gpu: bool) -> None:
+    """Import every operator, with its kernels where there is a GPU."""
+    from ...kernels import certify
+
+    certify.load_operators()
+    folder = Path(certify.__file__).parent
+    for file in sorted(folder.glob("*/gpu_*kernels.py")) if gpu else ():
+        importlib.import_module(f"...kernels.{file.parent.name}.{file.stem}", __package__)
 
 
 def find(head: dict[str, Any]) -> Callable[..., Any]:

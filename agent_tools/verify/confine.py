@@ -52,6 +52,10 @@ _CALLS = {
         198, 200, 201, 202, 203, 242, 221, 281, 129, 130, 117, 40, 39, 41, 51, 97, 268, 241, 270,
         271, 280, 282, 105, 273, 106, 219, 217, 218, 142, 104, 265, 220), strict=True))}),
 }  # fmt: skip
+_ON_GPU = (
+    "execve", "execveat", "fork", "vfork", "kill", "tkill", "connect", "bind", "listen", "accept",
+    "accept4",
+)  # fmt: skip
 _CLONE3 = 435
 _KILL, _ALLOW, _ERRNO = 0x80000000, 0x7FFF0000, 0x00050000
 _CLONE_THREAD, _AF_UNIX = 0x10000, 1
@@ -143,12 +147,12 @@ def program(architecture: int, calls: Mapping[str, int], *, threads: bool, exec_
     """The filter as BPF: a forbidden call kills the process, everything else is allowed.
 
     threads: new threads are allowed, never new processes. exec_: so are new processes and local
-    sockets (a GPU's compiler and driver need both).
+    sockets (a GPU's compiler and driver need both; the driver listens on one).
     """
     wanted = dict(calls)
     clone, socket = wanted.pop("clone"), wanted.pop("socket")
     if exec_:
-        for name in ("execve", "execveat", "fork", "vfork", "kill", "tkill", "connect"):
+        for name in _ON_GPU:
             wanted.pop(name, None)
     steps = [_step(_LOAD, 4), _step(_EQUAL, architecture, 1, 0), _step(_RETURN, _KILL)]
     steps += [_step(_LOAD, 0), _step(_AT_LEAST, 0x40000000, 0, 1), _step(_RETURN, _KILL)]

@@ -131,6 +131,8 @@ class Worker:
             raise self._fate() from error
         if "banned" in head:
             raise StoppedError("runtime-ban", f"{head['banned']} {head.get('text', '')}".strip())
+        if "failed" in head:
+            raise StoppedError("protocol", f"the worker failed: {head['failed']}")
         return head, body
 
     def _fate(self) -> StoppedError:

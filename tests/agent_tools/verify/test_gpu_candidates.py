@@ -1,18 +1,20 @@
-"""Triton candidates where there is no GPU: what can be told of them here, and nothing more.
+"""Triton candidates: on a GPU where there is one, else what can be told of them without.
 
-No candidate has run on a GPU in these tests. What is checked: the static rules on Triton's own ways
-out, the refusal without a GPU, and the parts of a GPU worker that need none.
+That is the static rules on Triton's own ways out, the refusal without a GPU, and the parts of a GPU
+worker that need none.
 """
 
+import struct
 from pathlib import Path
 
 import pytest
 import torch
 
 from zeromismatch.agent_tools.cli import run
-from zeromismatch.agent_tools.verify import watch
+from zeromismatch.agent_tools.verify import confine, watch
 from zeromismatch.agent_tools.verify.serve import _OnDevice, marked
 from zeromismatch.agent_tools.verify.subject import registered
+from zeromismatch.agent_tools.verify.verify import verify_kernel
 from zeromismatch.kernels import certify
 from zeromismatch.kernels.contract import contracts
 from zeromismatch.model_recipes.candidate import check, parse_candidate
@@ -115,3 +117,60 @@ def test_a_gpu_worker_reads_the_drivers_files_and_never_this_package():
     assert {"/usr", "/dev"} <= set(held)
     assert not any("zeromismatch" in path for path in held)
     assert set(watch.readable(gpu=False)) < set(held)
+
+
+def test_a_worker_that_fails_by_itself_says_why(tmp_path: Path):
+    with watch.Nursery() as nursery:
+        worker = nursery.start(tmp_path, trusted=True)
+        with pytest.raises(watch.StoppedError, match="the worker failed: KeyError: 'nobody'"):
+            worker.ask({"do": "trust", "contract": SILU, "implementation": "nobody"}, seconds=60.0)
+
+
+def test_the_filter_of_a_gpu_worker_lets_the_driver_listen_on_a_local_socket_only():
+    _, calls = confine._CALLS["x86_64"]
+    assert _refused(calls, "listen", exec_=False)
+    assert not _refused(calls, "listen", exec_=True)
+    assert _refused(calls, "ptrace", exec_=True)
+
+
+def _refused(calls: dict[str, int], name: str, *, exec_: bool) -> bool:
+    code = confine.program(1, calls, threads=True, exec_=exec_)
+    steps = [struct.unpack("=HBBI", code[at : at + 8]) for at in range(0, len(code), 8)]
+    return any(value == calls[name] and code == 0x15 for code, _, _, value in steps)
+
+
+GATED = "gated.exp2.bfloat16.sm90.v1"
+WRONG = {
+    "rounds the product alone": (
+        "tl.math.exp2(-x * 1.4426950408889634)).to(y.dtype.element_ty)",
+        "tl.math.exp2(-x * 1.4426950408889634))",
+        "bits",
+    ),
+    "gives no gradient": (
+        "(d * s).to(du.dtype.element_ty)", "(d * s * 0.0).to(du.dtype.element_ty)", "gradient"
+    ),
+    "returns its input": ("    return y\n", "    return gate\n", "alias"),
+}  # fmt: skip
+
+
+@pytest.mark.gpu
+def test_an_honest_triton_kernel_is_green_on_a_gpu():
+    file = Path(__file__).parent / "candidates" / "silu_mul_gpu.py"
+    report = verify_kernel(file, GATED, quick=True)
+    assert report.status == "pass", report.reason
+    assert report.bits.elements
+    assert not report.bits.differing
+    assert all(control.red for control in report.controls)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_triton_kernel_is_named_on_a_gpu(name: str, tmp_path: Path):
+    old, new, rule = WRONG[name]
+    text = (Path(__file__).parent / "candidates" / "silu_mul_gpu.py").read_text()
+    assert old in text
+    file = tmp_path / "silu_mul.py"
+    file.write_text(text.replace(old, new, 1))
+    report = verify_kernel(file, GATED, quick=True)
+    assert report.status == "fail"
+    assert rule in {each.rule for each in report.violations}
