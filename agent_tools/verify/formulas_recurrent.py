@@ -16,7 +16,7 @@ PAGED = (
     "chunks and pages of states are its definition; its distance from fp64 is judged by gate C5 on "
     "the whole model"
 )
-PAGED_OPS = ("recurrence", "recurrence_stepwise", "convolution")
+PAGED_OPS = ("recurrence", "recurrence_blocks", "recurrence_stepwise", "convolution")
 
 
 def _wide(*tensors: Tensor) -> list[Tensor]:
