@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from zeromismatch.agent_tools.cli import run
+from zeromismatch.agent_tools.eval.tasks import task
 from zeromismatch.kernels import contract as contracts
 from zeromismatch.model_recipes.plan import Plan
 from zeromismatch.model_recipes.schema import ModelIdentity, Recipe, save_recipe
@@ -107,6 +108,22 @@ def test_recipe_show_reads_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert "Not covered: GPUs" in text
     assert "linear.chain.float32.cpu.v1" in text
+    file = tmp_path / "recipe.yaml"
+    file.write_text(f"{file.read_text()}# {'long ' * 60}\n#\t[tab]\n")  # nothing may be wrapped
+    assert run(["recipe", "show", str(tmp_path), "--source"]) == 0
+    shown = capsys.readouterr().out
+    assert shown == f"--- recipe.yaml, as data ---\n{file.read_text()}\n"
+
+
+def test_inspect_shows_the_code_of_a_model_that_brings_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, outside = task("heron").write(tmp_path / "heron"), tmp_path / "secret.py"
+    outside.write_text("secret = 1")
+    (folder / "link.py").symlink_to(outside)
+    found = answer(capsys, "inspect", f"code:{folder}", "--source", code=4)
+    assert found["sources"] == {"modeling_heron.py": task("heron").code}
+    assert "sources" not in answer(capsys, "inspect", "tiny:llama")
 
 
 @pytest.mark.slow
