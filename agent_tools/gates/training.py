@@ -140,7 +140,8 @@ def _checkpointing(bench: Bench, found: Findings) -> None:
 
 class WrongRows:
     """Observer that spoils chosen rows of what tells positions apart: the rotary table is computed
-    for half their position; without one (Nemotron-H, Kimi-Linear), time passes twice as fast."""
+    for half their position; without one, Mamba-2's step is twice as long, and a delta rule decays
+    64 steps in one, which forgets its state."""
 
     def __init__(self, rows: frozenset[tuple[str, int]], *, rotary: bool) -> None:
         self.chosen = rows
@@ -160,7 +161,7 @@ class WrongRows:
             return None
         if not self.rotary and call.site.op_class in ("decay", "time_step"):
             spoiled = call.output.clone()
-            spoiled[self._index] *= 2
+            spoiled[self._index] *= 2 if call.site.op_class == "time_step" else 64
             self.rows += len(self._index)
             return spoiled
         if call.site.op_class != "rotary_table":
