@@ -2,7 +2,8 @@
 
 Contract ``convolution.taps.<dtype>.sm90.v1``: the CPU contract's order (one FMA chain, oldest tap
 first, rounded, then silu) with exp2. A row's work depends on its own rows alone; negative slots
-are padding. Certified on an H200 (``benchmarks/recurrent.md``). Left out: a gradient. Legend: as in :mod:`.gpu_kernels`.
+are padding. Certified on an H200 (``benchmarks/recurrent.md``). Left out: a gradient. Legend: as in
+:mod:`.gpu_kernels`.
 """
 
 from functools import partial

@@ -74,7 +74,8 @@ class PackedBatch(WholeRequests):
             "sinks": sinks,
         }
         if attention != "stock":
-            return packed_attention(q_THD, k_TKD, v_TKD, self.query_start, contract=attention, **options)
+            options["contract"] = attention
+            return packed_attention(q_THD, k_TKD, v_TKD, self.query_start, **options)
         starts = self.query_start.tolist()
         return torch.cat([
             stock_attention(q_THD[a:b], k_TKD[a:b], v_TKD[a:b], **options)

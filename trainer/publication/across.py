@@ -100,7 +100,7 @@ class Channel:
         self.device = device
         self.round = 0
         self.closed = ""
-        self._store = dist.FileStore(meet, 2)
+        self._store = dist.FileStore(meet, 2)  # pyright: ignore[reportPrivateImportUsage]
         self._group = _group(self._store, rank, device)
 
     def say(self, what: str, message: BaseModel) -> None:
