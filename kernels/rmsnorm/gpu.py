@@ -33,10 +33,13 @@ def _shape(width: int, dtype: torch.dtype) -> dict[str, int]:
 
 
 def _schedule(width: int, lanes: int, backward: bool) -> dict[str, int]:
-    """R rows at a time by num_warps warps: narrow rows share a warp, others have one each."""
+    """R rows at a time by num_warps warps: narrow rows share a warp, others have one each.
+
+    UNROLL: loads in flight of the backward's row sums; measured in ``benchmarks/gpu.md``.
+    """
     if width <= lanes:
         return {"R": SLOTS, "num_warps": 8}
-    return {"R": 4, "num_warps": 4} | ({"UNROLL": 4} if backward else {})
+    return {"R": 4, "num_warps": 4} | ({"UNROLL": 8} if backward else {})
 
 
 def _part_rows(width: int) -> int:
