@@ -81,7 +81,8 @@ def align(model: LoadedModel, requests: Sequence[Request], options: Options) -> 
     probes = shorten(requests)
     options.progress(f"baseline: {BASELINE[0]} against {BASELINE[1]}, stock kernels")
     baseline = localize(
-        *map(Side.parse, BASELINE),
+        Side.parse(BASELINE[0]),
+        Side.parse(BASELINE[1]),
         model,
         probes,
         options=LocalizeOptions(progress=options.progress, out=options.out / "baseline"),
