@@ -75,7 +75,8 @@ class Trial:
 
         held, copied = certificates.directory(), self.run / "cache" / "zero-mismatch"
         if held.is_dir() and not copied.exists():
-            shutil.copytree(held, copied / "certificates")
+            unfinished = shutil.ignore_patterns(".*")  # another process's, gone a moment later
+            shutil.copytree(held, copied / "certificates", ignore=unfinished)
 
     def program(self, name: str, words: Sequence[str], *, seconds: float) -> Done:
         """Run a program of the worktree, confined; BudgetError where it does not end."""
