@@ -17,6 +17,7 @@ import resource
 import signal
 import socket
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -72,13 +73,10 @@ def _hold(settings: dict[str, Any], job: int, status: int) -> NoReturn:
         confine.die_with_parent()
         connection = socket.socket(fileno=job)
         try:
-            _work(settings, connection, missing)
+            with _Told(connection):
+                _work(settings, connection, missing)
         except (frames.ClosedError, BrokenPipeError):
             os._exit(0)
-        except Exception as error:  # noqa: BLE001  ours: a candidate's own are its answers
-            with contextlib.suppress(Exception):
-                frames.send(connection, {"failed": f"{type(error).__name__}: {error}"[:400]})
-            os._exit(1)
         os._exit(0)
     os.close(job)
     os.write(status, f"{inner}\n".encode())
@@ -86,6 +84,24 @@ def _hold(settings: dict[str, Any], job: int, status: int) -> NoReturn:
     with contextlib.suppress(OSError):
         os.write(status, f"{os.waitstatus_to_exitcode(code)}\n".encode())
     os._exit(0)
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """An error of the worker itself reaches the verifier before it ends the worker.
+
+    A candidate's own errors are its answers.
+    """
+
+    job: socket.socket
+
+    def __enter__(self) -> None:
+        """Nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, _: object) -> None:
+        if kind and issubclass(kind, Exception):
+            with contextlib.suppress(frames.ClosedError, frames.LateError, OSError):
+                frames.send(self.job, {"failed": f"{kind.__name__}: {error}"[:400]})
 
 
 def _work(settings: dict[str, Any], job: socket.socket, namespaces: str | None) -> None:

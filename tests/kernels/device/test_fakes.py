@@ -109,7 +109,7 @@ def test_gradient_operators_have_fakes() -> None:
         ops = torch.ops.zeromismatch
         heads, lse = x.view(T, 2, H // 2), torch.empty(2, T, device="cuda")
         shapes = {
-            "rmsnorm": ops.rmsnorm_grad(x, x, _vector(), 1e-6, False, x),
+            "rmsnorm": ops.rmsnorm_grad(x, x, _vector(), 1e-6, False, x, torch.bfloat16),
             "linear": ops.linear_grad(x, x, w, w.dtype, [True, True, False]),
             "gated": ops.gated_grad(x, x, x, True),
             "embedding": (ops.embedding_grad(x, ids, V, torch.bfloat16),),
@@ -122,6 +122,7 @@ def test_gradient_operators_have_fakes() -> None:
             ),
         }
     found = {name: [tuple(each.shape) for each in got] for name, got in shapes.items()}
+    assert shapes["rmsnorm"][1].dtype == torch.bfloat16
     assert found == {
         "rmsnorm": [(T, H), (H,)],
         "linear": [(T, H), (H, H), (0,)],
