@@ -24,7 +24,8 @@ from .pages import owners, slots_of
 _COLUMNS = 32
 
 
-def _padded(size: int) -> int:
+def padded(size: int) -> int:
+    """The power of two, 16 at least, that holds ``size``: what a program's tile takes."""
     return max(16, 1 << (size - 1).bit_length())
 
 
@@ -54,21 +55,21 @@ def launch(
     o = torch.empty_like(v)
     if not tokens:
         return o
-    delta, padded = beta is not None, _padded(key)
+    delta, key_padded = beta is not None, padded(key)
     owner = owners(query_start, tokens)
     fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
     a, b = (torch.empty(tokens, heads, chunk if used else 0, **fp32) for used in (True, delta))
     qs, ks = (torch.empty(tokens, heads, key if used else 0, **fp32) for used in (True, delta))
     options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": warps}
-    shape = {"C": chunk, "CHANNELS": g.dim() == 3, "DELTA": delta, "KP": padded}
+    shape = {"C": chunk, "CHANNELS": g.dim() == 3, "DELTA": delta, "KP": key_padded}
     gpu_kernels.recurrence_weights_kernel[(tokens, heads)](
         q, k, g, k_pages, g_pages, slot, owner, query_start, a, b, qs, ks, key_heads, heads, key,
-        VEC=4 if padded <= 128 else 8, **shape, **options,
+        VEC=4 if key_padded <= 128 else 8, **shape, **options,
     )  # fmt: skip
     gpu_kernels.recurrence_walk_kernel[(length.numel(), heads, -(-value // columns))](
         v, v if beta is None else aligned(beta), a, b, qs, ks, k_pages, u_pages, g_pages,
         end_pages, query_start, length, table, o, table.shape[1], key_heads, heads, key, value,
-        CP=_padded(chunk), BV=columns, **shape, **options,
+        CP=padded(chunk), BV=columns, **shape, **options,
     )  # fmt: skip
     return o
 

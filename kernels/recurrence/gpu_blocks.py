@@ -22,6 +22,7 @@ from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, programs
 from ..gpu.register import register_gpu
+from .gpu import padded
 from .pages import slots_of
 
 _COLUMNS = 32
@@ -79,9 +80,9 @@ def launch(
     whose = (owner, ends, *index, table.shape[1], requests)
     options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": 1}
     sizes = (key_heads, heads, key)
-    shape = {"C": chunk, "CP": _padded(chunk), "DELTA": delta, "KP": _padded(key)}
+    shape = {"C": chunk, "CP": padded(chunk), "DELTA": delta, "KP": padded(key)}
     gpu_kernels.recurrence_rows_kernel[(owner.numel(),)](
-        k, g, k_pages, g_pages, *whose, heads, key_heads * key, C=chunk, HP=_padded(heads), KB=128,
+        k, g, k_pages, g_pages, *whose, heads, key_heads * key, C=chunk, HP=padded(heads), KB=128,
         **options,
     )  # fmt: skip
     gpu_kernels.recurrence_block_weights_kernel[(owner.numel(), heads)](
@@ -92,10 +93,6 @@ def launch(
         *index, o, table.shape[1], *sizes, value, BV=columns, **shape, **options,
     )  # fmt: skip
     return o
-
-
-def _padded(size: int) -> int:
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def functional(
