@@ -54,3 +54,71 @@ def digest_rows_kernel(
         total_b += _mix(tl.sum(word * odd_b, 0)) * odd_c
     tl.store(out_ptr + row * 2, _mix(total_a + head))
     tl.store(out_ptr + row * 2 + 1, _mix(total_b ^ head))
+
+
+@triton.jit
+def digest_spans_kernel(
+    places_ptr,
+    words_ptr,
+    masks_ptr,
+    tensor_ptr,
+    first_ptr,
+    out_ptr,
+    SPAN: tl.constexpr,
+    BITS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+):
+    """One program takes SPAN blocks of one tensor: (sum A, sum B, words that are no number).
+
+    places: address, words: count, masks: exponent bits (0: none) of each tensor; tensor, first:
+    which one, and its block, of each program. Sums over a tensor's spans are its row's A and B.
+    """
+    span = tl.program_id(0).to(tl.int64)
+    tensor = tl.load(tensor_ptr + span)
+    first = tl.load(first_ptr + span)
+    words = tl.load(words_ptr + tensor)
+    mask = tl.load(masks_ptr + tensor)
+    place = tl.load(places_ptr + tensor)
+    if BITS == 8:
+        x_ptr = place.to(tl.pointer_type(tl.uint8))
+    elif BITS == 16:
+        x_ptr = place.to(tl.pointer_type(tl.int16))
+    else:
+        x_ptr = place.to(tl.pointer_type(tl.int32))
+    if ALIGNED:
+        x_ptr = tl.multiple_of(x_ptr, 16)
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    odd_a = _mix((lanes + 1) * GOLDEN) | 1
+    odd_b = _mix((lanes + 1) * GOLDEN + SEED_B) | 1
+    zero = span * 0
+    total_a = zero
+    total_b = zero
+    odd_ones = tl.zeros([BLOCK], dtype=tl.int32)
+    whole = tl.minimum(words // BLOCK, first + SPAN)
+    for block in range(first, whole):  # without a mask, so that loads are wide
+        word = tl.load(x_ptr + (zero + block) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+        if BITS < 32:
+            word = word & ((1 << BITS) - 1)
+        else:
+            word = word & 0xFFFFFFFF
+        odd_c = _mix((zero + block + 1) * GOLDEN + SEED_C) | 1
+        total_a += _mix(tl.sum(word * odd_a, 0)) * odd_c
+        total_b += _mix(tl.sum(word * odd_b, 0)) * odd_c
+        odd_ones += ((word & mask) == mask).to(tl.int32)
+    tail = words // BLOCK
+    if (tail >= first) & (tail < first + SPAN) & (words > tail * BLOCK):
+        at = tail * BLOCK + lanes
+        word = tl.load(x_ptr + at, mask=at < words, other=0).to(tl.int64)
+        if BITS < 32:
+            word = word & ((1 << BITS) - 1)
+        else:
+            word = word & 0xFFFFFFFF
+        odd_c = _mix((tail + 1) * GOLDEN + SEED_C) | 1
+        total_a += _mix(tl.sum(word * odd_a, 0)) * odd_c
+        total_b += _mix(tl.sum(word * odd_b, 0)) * odd_c
+        odd_ones += ((word & mask) == mask).to(tl.int32)
+    spoiled = tl.sum(odd_ones.to(tl.int64), 0)
+    spoiled = tl.where(mask == 0, zero, spoiled)
+    tl.store(out_ptr + span * 3, total_a)
+    tl.store(out_ptr + span * 3 + 1, total_b)
+    tl.store(out_ptr + span * 3 + 2, spoiled)

@@ -27,9 +27,10 @@ def register_gpu(
     storages: tuple[str, ...] = tuple(_STORAGES),
     rtol: tuple[float, float] = (1e-4, 2e-2),
     missing: Callable[[], str | None] = missing,
+    version: str = "v1",
     **fields: Any,
 ) -> dict[torch.dtype, Contract]:
-    """Contracts ``<name>.<dtype>.sm90.v1`` by dtype.
+    """Contracts ``<name>.<dtype>.sm90.<version>`` by dtype.
 
     rtol: relative tolerance of the gradient against fp64 in fp32, and in 16 bits. missing: why the
     implementations cannot run here, or None.
@@ -38,7 +39,7 @@ def register_gpu(
     for storage in storages:
         contract = register_contract(
             Contract(
-                id=f"{name}.{storage}.{ARCHITECTURE}.v1",
+                id=f"{name}.{storage}.{ARCHITECTURE}.{version}",
                 dtype=storage,
                 device=ARCHITECTURE,
                 gradient_rtol=rtol[storage != "float32"],

@@ -22,6 +22,8 @@ from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 
 PART_LANES, SLOTS = 32, 32
+DW_ROWS = 8192
+"""Rows whose products are added as one block: a chain of dw continues between two of them."""
 _IN_REGISTERS = 16384  # bytes of a row that one warp can hold
 
 
@@ -97,15 +99,16 @@ def backward(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """(dx [M, H], dw fp32 [H]): ds joins dx, ``initial`` is added to the finished dw."""
+    """(dx [M, H], dw fp32 [H]): ds joins dx, the chain of dw continues from ``initial``."""
     gpu_kernels = programs(__package__, "gpu_kernels")
 
     s, dy, weight = aligned(s), aligned(dy), aligned(weight)
     ds = None if ds is None else aligned(ds)
     rows, width = s.shape
     dx, dw = torch.empty_like(s), torch.zeros(width, dtype=torch.float32, device=s.device)
+    dw = dw if initial is None else dw.copy_(initial)
     if not rows:
-        return dx, dw if initial is None else dw.copy_(initial)
+        return dx, dw
     shape, part_rows = _shape(width, s.dtype), _part_rows(width)
     shape |= _schedule(width, shape["W"], True)
     parts = -(-rows // part_rows)
@@ -128,10 +131,17 @@ def backward(
         OFFSET=2 if wide else int(unit_offset),
         enable_fp_fusion=False,
     )
-    gpu_kernels.rmsnorm_parts_kernel[(-(-width // 32),)](
-        part, dw, parts, width, LANES=PART_LANES, BC=32, num_warps=4
+    blocks = -(-rows // DW_ROWS)
+    chained = initial is not None or blocks > 1
+    sums = torch.empty(blocks, width, dtype=torch.float32, device=s.device) if chained else dw
+    gpu_kernels.rmsnorm_parts_kernel[(-(-width // 32), blocks)](
+        part, sums, parts, width, BLOCK=DW_ROWS // part_rows, LANES=PART_LANES, BC=32, num_warps=4
     )
-    return dx, dw if initial is None else initial + dw
+    if chained:
+        gpu_kernels.rmsnorm_chain_kernel[(-(-width // 32),)](
+            sums, dw, blocks, width, BC=32, num_warps=1
+        )
+    return dx, dw
 
 
 def _power(width: int) -> int:
@@ -188,12 +198,14 @@ def _grad(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
     s, weight = ctx.saved_tensors
     eps, unit_offset, has_residual = ctx.settings
     chain = chain_of(weight, "rmsnorm") if ctx.needs_input_grad[2] else None
-    dtype = weight.dtype if chain is None else torch.float32
-    ds = ds if has_residual else None
-    dx, dw = rmsnorm_grad_op(dy, s, weight, eps, unit_offset, ds, dtype)
-    if chain is not None:
-        chain.add_(dw)
-    return dx, dx.clone() if has_residual else None, dw if chain is None else None, None, None
+    ds, dw = ds if has_residual else None, None
+    if chain is None:
+        dx, dw = rmsnorm_grad_op(dy, s, weight, eps, unit_offset, ds, weight.dtype)
+    else:
+        run = choose(serving(GRADIENTS, "rmsnorm_grad", s.dtype)).run
+        dx, summed = run(dy, s, weight, eps, unit_offset, ds, chain)
+        chain.copy_(summed)
+    return dx, dx.clone() if has_residual else None, dw, None, None
 
 
 rmsnorm_op.register_autograd(_grad, setup_context=_keep)
@@ -239,7 +251,7 @@ def rmsnorm_backward(
     ds: Tensor | None = None,
     accumulate_into: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """See ``kernels/rmsnorm``; what came before is added to the finished sum of this call."""
+    """See ``kernels/rmsnorm``; the chain continues between blocks of ``DW_ROWS`` rows."""
     require("rmsnorm_backward", s, dy, weight)
     run = choose(serving(GRADIENTS, "rmsnorm_grad", s.dtype)).run
     dx, dw = run(dy, s, weight, eps, unit_offset, ds, accumulate_into)
@@ -277,7 +289,7 @@ def reference_grad(
     *,
     wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient's definition, likewise; dw by blocks of rows, then groups of blocks."""
+    """The gradient's definition, likewise; dw by parts of rows, blocks of parts, then a chain."""
     values, scale = s.float(), weight.float()
     g = dy.float() * (1.0 + scale if unit_offset else scale)
     r = _inverse_rms(values, eps, s.dtype)
@@ -287,11 +299,11 @@ def reference_grad(
     normed = values * r if unit_offset or wide else (values * r).to(s.dtype).float()
     width = s.shape[1]
     slots = SLOTS if width <= _shape(width, s.dtype)["W"] else 1
-    blocks = (dy.float() * normed).split(_part_rows(width))
-    parts = [_in_lanes(block, slots) for block in blocks]
-    total = _in_lanes(torch.stack(parts), PART_LANES) if parts else torch.zeros(width)
-    total = total.to(dy.device)
-    return dx.to(s.dtype), total if initial is None else initial + total
+    total = torch.zeros(width, device=dy.device) if initial is None else initial
+    for block in (dy.float() * normed).split(DW_ROWS) if s.shape[0] else ():
+        parts = [_in_lanes(part, slots) for part in block.split(_part_rows(width))]
+        total = total + _in_lanes(torch.stack(parts), PART_LANES)
+    return dx.to(s.dtype), total
 
 
 def _in_lanes(rows: Tensor, lanes: int) -> Tensor:
@@ -342,10 +354,12 @@ CONTRACTS = register_gpu(
 GRADIENTS = register_gpu(
     {"triton": backward},
     name="rmsnorm_grad.lanes",
+    version="v2",
     op="rmsnorm_grad",
     formula="dx = ds + r (g - s mean(g s) r r), g = dy w; dw = sum over rows of dy round(s r)",
     order="row sums as in the forward; dw in parts of some rows by the width, ascending (narrow "
-    f"rows: {SLOTS} running sums and a tree), then the parts likewise with {PART_LANES}",
+    f"rows: {SLOTS} running sums and a tree), then the parts of {DW_ROWS} rows likewise with "
+    f"{PART_LANES}, and these blocks ascending",
     rounding="fp32 inside, dx once to storage, dw stays fp32; no FMA",
     functions="IEEE division and square root",
     reference="zeromismatch.kernels.rmsnorm.gpu:reference_grad",

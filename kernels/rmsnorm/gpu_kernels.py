@@ -286,13 +286,30 @@ def rmsnorm_narrow_bwd_kernel(
 
 
 @triton.jit
-def rmsnorm_parts_kernel(part_ptr, out_ptr, num_parts, H, LANES: tl.constexpr, BC: tl.constexpr):
-    """Parts of dw, part i in lane i % LANES, ascending; then the lanes as a tree of halves."""
-    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+def rmsnorm_parts_kernel(
+    part_ptr, sum_ptr, num_parts, H, BLOCK: tl.constexpr, LANES: tl.constexpr, BC: tl.constexpr
+):
+    """A sum for each BLOCK parts of dw: part i in lane i % LANES, ascending; then the lanes as a
+    tree of halves."""
+    cols, block = tl.program_id(0) * BC + tl.arange(0, BC), tl.program_id(1)
     lanes = tl.arange(0, LANES)
+    end = min(block * BLOCK + BLOCK, num_parts)
     total = tl.zeros((LANES, BC), tl.float32)
-    for first in tl.range(0, num_parts, LANES, loop_unroll_factor=4):
+    for first in tl.range(block * BLOCK, end, LANES, loop_unroll_factor=4):
         part = (first + lanes).to(tl.int64)
-        mask = (part < num_parts)[:, None] & (cols < H)[None, :]
+        mask = (part < end)[:, None] & (cols < H)[None, :]
         total += tl.load(part_ptr + part[:, None] * H + cols[None, :], mask=mask, other=0.0)
-    tl.store(out_ptr + cols, tl.reshape(fold_rows(total, LANES, BC), (BC,)), mask=cols < H)
+    out = sum_ptr + block.to(tl.int64) * H + cols
+    tl.store(out, tl.reshape(fold_rows(total, LANES, BC), (BC,)), mask=cols < H)
+
+
+@triton.jit
+def rmsnorm_chain_kernel(sum_ptr, dw_ptr, num_sums, H, BC: tl.constexpr):
+    """The sums of blocks, ascending, onto what dw holds."""
+    cols = tl.program_id(0) * BC + tl.arange(0, BC)
+    dw = tl.load(dw_ptr + cols, mask=cols < H, other=0.0)
+    block_ptr = sum_ptr + cols
+    for _ in tl.range(0, num_sums, loop_unroll_factor=8):
+        dw += tl.load(block_ptr, mask=cols < H, other=0.0)
+        block_ptr += H
+    tl.store(dw_ptr + cols, dw, mask=cols < H)

@@ -106,6 +106,7 @@ CONTRACTS = register_gpu(
 GRADIENTS = register_gpu(
     {"triton": partial(_backward, gpu.backward)},
     name="rmsnorm_wide_grad.lanes",
+    version="v2",
     op="rmsnorm_wide_grad",
     formula="dx = ds + r (g - s mean(g s) r r), g = dy w; dw = sum over rows of dy s r",
     order="as rmsnorm_grad.lanes",

@@ -92,7 +92,23 @@ def norms(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> None:
         near(mine, true, 1e-5)
 
 
+def norm_chain() -> None:
+    """dw by blocks of rows: continued at a block's edge, it has the whole's bits."""
+    own = rmsnorm.DW_ROWS
+    for width, block in ((100, 256), (300, 64)):
+        rmsnorm.DW_ROWS, rows = block, 2 * block + 22
+        x, w, dy = torch.randn(rows, width), torch.randn(width), torch.randn(rows, width)
+        whole = rmsnorm.backward(dy, x, w, 1e-6)[1]
+        near(whole, rmsnorm.reference_grad(dy, x, w, 1e-6)[1], 1e-5)
+        for cut, equal in ((block, True), (2 * block, True), (block - 3, False)):
+            first = rmsnorm.backward(dy[:cut], x[:cut], w, 1e-6)[1]
+            halves = rmsnorm.backward(dy[cut:], x[cut:], w, 1e-6, initial=first)[1]
+            assert bits.equal(whole, halves) == equal, (width, cut)
+    rmsnorm.DW_ROWS = own
+
+
 def row_operators() -> None:
+    norm_chain()
     for width in (100, 300):
         norms(torch.randn(37, width), torch.randn(width), torch.randn(37, width))
     x, dy = torch.randn(11, 300), torch.randn(11, 300)

@@ -77,6 +77,19 @@ def test_rmsnorm_gradients(dtype, rtol):
         assert bits.equal(w.grad, first)
 
 
+@pytest.mark.parametrize("width", [128, 576, 4096])
+def test_a_norms_weight_gradient_continues_between_blocks_of_rows(width):
+    block, many = rmsnorm.DW_ROWS, 2 * rmsnorm.DW_ROWS + 130
+    x, dy, w = (rows(m, width, torch.bfloat16, m) for m in (many, many + 1, 1))
+    dy, w = dy[:many], w[0]
+    whole = rmsnorm.rmsnorm_backward(dy, x, w, 1e-6)[1]
+    assert bits.equal(whole, rmsnorm.reference_grad(dy, x, w, 1e-6)[1])
+    for cut, equal in ((block, True), (2 * block, True), (block - 1, False)):
+        first = rmsnorm.rmsnorm_backward(dy[:cut], x[:cut], w, 1e-6)[1]
+        rmsnorm.rmsnorm_backward(dy[cut:], x[cut:], w, 1e-6, accumulate_into=first)
+        assert bits.equal(first, whole) == equal
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [64, 80, 128])
 def test_rotary_equals_torch_and_its_gradient_is_the_transpose(dtype, size):
