@@ -58,7 +58,7 @@ def budgets_of(
     What an external program cannot be held to has no usual value, and is refused where given.
     """
     from ..drivers.budgets import Budgets, Price
-    from ..drivers.external import require_held
+    from ..drivers.programs import require_held
 
     if agent != "codex":
         turns, tokens = (

@@ -117,11 +117,9 @@ def outcome_of(
     folder = bench.folder / "agent"
     task = TASK.format(spec=bench.spec)
     if agent.name in ("claude", "codex"):
-        if agent.resumed:
-            raise UsageError(f"runs of {agent.name} are not resumed; start a new one")
         return run_program(
-            agent.name, f"{SYSTEM}\n\n{task}", bench, budgets, folder, judge=judge,
-            progress=progress,
+            agent.name, f"{SYSTEM}\n\n{task}", bench, budgets, folder, resumed=agent.resumed,
+            judge=judge, progress=progress,
         )  # fmt: skip
     key = agent.key if agent.key is not None else os.environ.get(KEYS[agent.name])
     if not agent.model:

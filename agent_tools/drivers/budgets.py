@@ -8,7 +8,7 @@ its first request. Prices are never guessed: a money budget needs ``price``, or 
 
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ...kernels.errors import UsageError
 from .conversation import Call, Returned, Usage
@@ -96,6 +96,13 @@ class Budgets:
         return max(1, left)
 
 
+def budgets_from(data: dict[str, Any]) -> Budgets:
+    """Budgets as ``dataclasses.asdict`` wrote them into a transcript."""
+    price = data["price"]
+    given: dict[str, Any] = {**data, "price": Price(**price) if price else None}
+    return Budgets(**given)
+
+
 @dataclass(slots=True)
 class Stall:
     """Notices a run that goes nowhere.
@@ -120,7 +127,12 @@ class Stall:
         self.seen[*key, result.text] += 1
         often = self.seen[*key, result.text] >= self.budgets.repeats
         self.repeated |= made and (often or self.seen[key] >= 3 * self.budgets.repeats)
-        if made and not result.is_error and result.text not in self.results:
+        if made:
+            self.heard(result)
+
+    def heard(self, result: Returned) -> None:
+        """A result that was not seen before is progress."""
+        if not result.is_error and result.text not in self.results:
             self.results.add(result.text)
             self.quiet = -1
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ...kernels.errors import MisalignedError, UsageError
-from .budgets import Budgets, Price, Stall
+from .budgets import Stall, budgets_from
 from .conversation import (
     Call,
     Provider,
@@ -29,6 +29,7 @@ from .conversation import (
     ToolSpec,
     Usage,
 )
+from .external import replay_program
 from .loop import (
     Job,
     Judge,
@@ -40,7 +41,8 @@ from .loop import (
     drive,
     result_data,
 )
-from .transcript import Entry, Transcript, read_transcript
+from .programs import PROGRAMS
+from .transcript import Entry, Transcript, read_transcript, require_open
 
 UNKNOWN = (
     "The run was interrupted while this call was under way, and whether it took effect is not "
@@ -55,7 +57,8 @@ async def resume(
     """Go on where the transcript ends. UsageError when the run is over, or its file is damaged."""
     job.budgets.check()
     entries = read_transcript(folder)
-    _check(entries, job, provider, folder)
+    now = {"task": job.task, "provider": provider.name, "model": provider.model}
+    require_open(entries, now, folder)
     transcript, entries = Transcript.reopen(folder, secrets)
     run = Run(
         job=job, provider=provider, toolbox=toolbox, judge=judge, transcript=transcript,
@@ -65,24 +68,6 @@ async def resume(
     transcript.append("resumed", run.elapsed, {"at": len(entries)})
     await _rebuild(run, entries[1:])
     return await run.go()
-
-
-def _check(entries: list[Entry], job: Job, provider: Provider, folder: Path) -> None:
-    if not entries or entries[0].kind != "begin":
-        raise UsageError(f"the transcript in {folder} has no beginning; start a new run")
-    if entries[-1].kind == "end" and entries[-1].data["reason"] != "cancelled":
-        raise UsageError(
-            f"the run in {folder} is over ({entries[-1].data['reason']}); start a new run in "
-            "another folder"
-        )
-    begin = entries[0].data
-    now = {"task": job.task, "provider": provider.name, "model": provider.model}
-    for name, value in now.items():
-        if begin[name] != value:
-            raise UsageError(
-                f"the run in {folder} has another {name}; resume it with the one it began with, "
-                "or start a new run"
-            )
 
 
 async def _rebuild(run: Run, entries: list[Entry]) -> None:
@@ -233,6 +218,8 @@ def replay(folder: Path) -> Outcome:
     entries = read_transcript(folder)
     if not entries or entries[-1].kind != "end":
         raise UsageError(f"the run in {folder} has not ended; resume it first")
+    if entries[0].data["provider"] in PROGRAMS:
+        return replay_program(entries)
     if any(entry.kind == "resumed" for entry in entries):
         raise UsageError(f"the run in {folder} was resumed; only runs in one sitting replay")
     begin, end = entries[0].data, entries[-1].data
@@ -241,12 +228,10 @@ def replay(folder: Path) -> Outcome:
         specs=tuple(ToolSpec(**spec) for spec in begin["tools"]),
     )  # fmt: skip
     unmade = {e.data["id"] for e in entries if e.kind == "returned" and not e.data["made"]}
-    price = begin["budgets"].pop("price")
-    budgets = Budgets(**begin["budgets"], price=Price(**price) if price else None)
     job = Job(
         task=begin["task"],
         system=begin["system"],
-        budgets=budgets,
+        budgets=budgets_from(begin["budgets"]),
         approve=lambda call: call.id not in unmade,
         clock=lambda: 0.0,
     )

@@ -3,10 +3,10 @@
     {"n": 3, "kind": "attempted", "elapsed": 4.1, "data": {...}, "prev": "9f..", "digest": "c2.."}
 
 Kinds: ``begin`` (task, budgets, model, tools), ``reply``, ``attempted`` and ``returned`` (each
-call, before and after it ran), ``told``, ``verdict`` (of the gates), ``resumed``, ``end``. A line
-is on the disk before what it announces happens. ``transcript.head`` beside it holds count and
-digest of the last line, so that a file that lost its tail is noticed; one torn last line is what a
-crash leaves, and is dropped.
+call, before and after it ran), ``told``, ``verdict`` (of the gates), ``resumed``, ``end``; of
+external programs ``stream`` (what they print) and ``exited``. A line is on the disk before what it
+announces happens. ``transcript.head`` beside it holds count and digest of the last line, so that a
+file that lost its tail is noticed; one torn last line is what a crash leaves, and is dropped.
 
 Secrets are replaced before anything is written. Left out: what the entries mean (``loop.py``).
 """
@@ -15,7 +15,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,23 @@ def read_entries(folder: Path) -> tuple[list[Entry], int]:
             "after them is unknown; restore the file, or start a new run"
         )
     return entries, whole
+
+
+def require_open(entries: Sequence[Entry], now: Mapping[str, str], folder: Path) -> None:
+    """UsageError where a run cannot go on: it is over, or ``now`` is not what it began with."""
+    if not entries or entries[0].kind != "begin":
+        raise UsageError(f"the transcript in {folder} has no beginning; start a new run")
+    if entries[-1].kind == "end" and entries[-1].data["reason"] != "cancelled":
+        raise UsageError(
+            f"the run in {folder} is over ({entries[-1].data['reason']}); start a new run in "
+            "another folder"
+        )
+    for name, value in now.items():
+        if entries[0].data[name] != value:
+            raise UsageError(
+                f"the run in {folder} has another {name}; resume it with the one it began with, "
+                "or start a new run"
+            )
 
 
 def _checked(content: bytes, path: Path) -> Iterator[Entry]:

@@ -10,10 +10,11 @@ import pytest
 
 from zeromismatch.agent_tools.cli import run
 from zeromismatch.agent_tools.commands.agent import budgets_of
-from zeromismatch.agent_tools.drivers.agents import Agent, outcome_of
 from zeromismatch.agent_tools.drivers.budgets import Budgets, Price
-from zeromismatch.agent_tools.drivers.external import Program, run_program, stdio_command
+from zeromismatch.agent_tools.drivers.external import run_program
 from zeromismatch.agent_tools.drivers.loop import Judgement
+from zeromismatch.agent_tools.drivers.programs import Program, stdio_command
+from zeromismatch.agent_tools.drivers.resume import replay
 from zeromismatch.agent_tools.drivers.transcript import read_transcript
 from zeromismatch.agent_tools.drivers.workbench import Workbench
 from zeromismatch.kernels.errors import CapabilityError, UsageError
@@ -73,7 +74,9 @@ def test_a_claim_of_success_is_judged_by_the_gates(
     assert (true.tokens, true.calls) == (1000, 1)
     assert true.money == (0.25 if program == "claude" else None)
     kinds = [entry.kind for entry in read_transcript(tmp_path / "b")]
-    assert kinds == ["begin", "stream", "stream", "stream", "verdict", "end"]
+    assert kinds == ["begin", "stream", "stream", "stream", "exited", "verdict", "end"]
+    os.remove(path / program)
+    assert [replay(tmp_path / name) for name in "ab"] == [lied, true]
 
 
 def test_the_programs_get_their_documented_arguments(path: Path, bench: Workbench, tmp_path: Path):
@@ -93,7 +96,7 @@ def test_the_programs_get_their_documented_arguments(path: Path, bench: Workbenc
     plugin = Path(claude[claude.index("--plugin-dir") + 1])
     assert (plugin / "skills" / "align-model" / "SKILL.md").is_file()
     codex = json.loads((tmp_path / "codex" / "argv.json").read_text())
-    assert codex[:4] == ["exec", "--json", "--sandbox", "workspace-write"]
+    assert codex[:5] == ["exec", "--json", "--skip-git-repo-check", "--sandbox", "workspace-write"]
     assert codex[-1] == "--help me; $(x)"
     assert (
         json.loads(Path(codex[codex.index("--output-schema") + 1]).read_text())["type"] == "object"
@@ -109,6 +112,7 @@ def test_a_program_that_hangs_is_ended_with_all_it_started(
     short = Budgets(waive_money=True, seconds=2, turns=None, tokens=None)
     found = run_program(program, "task", bench, short, tmp_path / "a", judge=lambda: RED)
     assert (found.reason, found.exit_code) == ("budget-time", 5)
+    assert replay(tmp_path / "a") == found
     for entry in read_transcript(tmp_path / "a"):
         pid = entry.data.get("pid")
         state = Path(f"/proc/{pid}/stat")
@@ -121,9 +125,11 @@ def test_a_program_that_fails_or_is_missing_is_said(
 ):
     with pytest.raises(CapabilityError, match="not on the PATH"):
         run_program(program, "task", bench, FREE[program], tmp_path / "a", judge=lambda: GREEN)
-    install(path, program, "sys.exit(3)")
+    install(path, program, "print('no such key'); sys.exit(3)")
     found = run_program(program, "task", bench, FREE[program], tmp_path / "b", judge=lambda: RED)
     assert (found.reason, found.exit_code) == ("program-failed", 4)
+    assert "no such key" in found.detail
+    assert replay(tmp_path / "b") == found
 
 
 def test_the_programs_own_budgets_have_their_reasons(path: Path, bench: Workbench, tmp_path: Path):
@@ -142,13 +148,6 @@ def test_a_budget_of_zero_starts_nothing(path: Path, bench: Workbench, tmp_path:
     found = run_program("claude", "t", bench, none, tmp_path / "a", judge=lambda: GREEN)
     assert (found.reason, found.exit_code) == ("budget-turns", 5)
     assert not (tmp_path / "a" / "workspace").exists()
-
-
-def test_runs_of_programs_are_not_resumed(path: Path, bench: Workbench):
-    install(path, "codex", "pass")
-    with pytest.raises(UsageError, match="not resumed"):
-        outcome_of(bench, Agent(name="codex", resumed=True), FREE["codex"], judge=lambda: RED)
-    assert os.listdir(path) == ["codex"]
 
 
 def step(number: int, tokens: int, *tools: str) -> dict[str, object]:
@@ -185,7 +184,7 @@ def test_a_program_is_ended_when_one_tool_is_used_up(
         events = [step(1, 20, "gates", "verify"), step(2, 20, "gates"), step(3, 20, "gates")]
     else:
         events = [{"type": f"item.{kind}", "item": {"id": str(n), "type": "mcp_tool_call",
-                                                    "tool": tool}}
+                                                    "tool": tool, "result": str(n)}}
                   for n, tool in enumerate(("gates", "verify", "gates", "gates"))
                   for kind in ("started", "completed")]  # fmt: skip
     install(path, program, goes_on(events))
@@ -194,6 +193,7 @@ def test_a_program_is_ended_when_one_tool_is_used_up(
                           tokens=None)  # fmt: skip
         found = run_program(program, "t", bench, budgets, tmp_path / str(most), judge=lambda: RED)
         assert (found.reason, found.exit_code, found.calls) == (reason, 5, 4)
+        assert replay(tmp_path / str(most)) == found
 
 
 def test_the_programs_last_word_on_tokens_counts(path: Path, bench: Workbench, tmp_path: Path):
