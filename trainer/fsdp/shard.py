@@ -107,7 +107,7 @@ class Shard:
             betas=config.betas,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
-            foreach=False,
+            foreach=model.device.type == "cuda",
         )
 
     def own(self, count: int) -> tuple[int, int]:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import cast
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -70,7 +71,7 @@ class Learner:
             betas=config.betas,
             eps=config.epsilon,
             weight_decay=config.weight_decay,
-            foreach=False,
+            foreach=model.device.type == "cuda",
         )
 
     def step(self, trajectories: Sequence[Trajectory], old: Tensor | None = None) -> Step:
@@ -172,12 +173,15 @@ class Learner:
 
     def _gather(self) -> float:
         """Give every master its gradient; the norm of all of it, before any limit."""
-        squares: list[float] = []
         for name, master in self.masters.items():
             gradient = self.accumulators.gradient(name)
-            if gradient is None:
-                gradient = torch.zeros_like(master)
-            norm = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+            master.grad = torch.zeros_like(master) if gradient is None else gradient
+        gradients = {name: cast(Tensor, master.grad) for name, master in self.masters.items()}
+        norms = torch.stack([
+            torch.linalg.vector_norm(gradient, dtype=torch.float64)
+            for gradient in gradients.values()
+        ]).tolist()  # one wait for the device
+        for (name, gradient), norm in zip(gradients.items(), norms, strict=True):
             if not math.isfinite(norm):
                 where = bits.nonfinite(gradient)
                 assert where is not None  # fp32 squares fit into fp64
@@ -186,14 +190,11 @@ class Learner:
                     f"{float(gradient[where])}; nothing was applied: lower the learning rate and "
                     "resume from the last checkpoint"
                 )
-            master.grad = gradient
-            squares.append(norm * norm)
-        norm = math.sqrt(math.fsum(squares))
+        norm = math.sqrt(math.fsum(norm * norm for norm in norms))
         limit = self.config.max_gradient_norm
         if limit is not None and norm > limit:
-            for master in self.masters.values():
-                assert master.grad is not None
-                master.grad.mul_(limit / norm)
+            for gradient in gradients.values():
+                gradient.mul_(limit / norm)
         return norm
 
     @torch.no_grad()
