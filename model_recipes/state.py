@@ -34,7 +34,7 @@ _VOLATILE = frozenset(
 )
 
 
-_STACKED_BYTES = 1 << 28
+_JUDGED = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def _all_names(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -75,31 +75,58 @@ def state_digest(module: nn.Module) -> dict[str, str]:
     return digests_of(named_state(module))
 
 
-def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Digest (32 hex digits) of every tensor: :func:`.bits.digest_tensor` of each.
+class Digests:
+    """Digests of named tensors: :func:`.bits.digest_tensor` of each, under way until :meth:`read`.
 
-    On a GPU, tensors of one size go together: one by one, starting kernels takes most of the time.
+    On a GPU all of them are taken by one launch, which nobody waits for before reading. nonfinite,
+    once read: names with NaN or infinities, found in the same pass; unjudged: names that were not
+    looked at in that way (the processor's memory, integers, fp64).
     """
-    from ..kernels import bits
-    from ..kernels.reference.digest import fold_shape
 
-    alike: dict[tuple[torch.dtype, int], list[str]] = {}
-    found: dict[str, str] = {}
-    for name, tensor in tensors.items():
-        if tensor.is_cuda and tensor.numel():
-            alike.setdefault((tensor.dtype, tensor.numel()), []).append(name)
-        else:
-            found[name] = bits.digest_tensor(tensor)
-    for (dtype, elements), names in alike.items():
-        most = max(1, _STACKED_BYTES // (elements * dtype.itemsize))
-        for first in range(0, len(names), most):
-            part = names[first : first + most]
-            rows = torch.stack([tensors[name].detach().reshape(-1) for name in part])
-            for name, lanes in zip(part, bits.digest_rows(rows).tolist(), strict=True):
-                unsigned = lanes[0] % (1 << 64), lanes[1] % (1 << 64)
-                folded = fold_shape(unsigned, tuple(tensors[name].shape))
-                found[name] = f"{folded[0]:016x}{folded[1]:016x}"
-    return {name: found[name] for name in tensors}
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        from ..kernels import bits
+
+        self._names = list(tensors)
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        self._found: dict[str, str] = {}
+        self._many: list[tuple[list[str], Any]] = []
+        self.nonfinite: list[str] = []
+        self.unjudged: list[str] = []
+        on_gpu: dict[torch.device, list[str]] = {}
+        for name, tensor in tensors.items():
+            together = tensor.is_cuda and tensor.numel() and tensor.is_contiguous()
+            if not (together and tensor.dtype in _JUDGED):
+                self.unjudged.append(name)
+            if together:
+                on_gpu.setdefault(tensor.device, []).append(name)
+            else:
+                self._found[name] = bits.digest_tensor(tensor)
+        for device, names in on_gpu.items():
+            from ..kernels.gpu.digest_many import digest_many
+
+            self._many.append((names, digest_many([tensors[name] for name in names], device)))
+
+    def done(self) -> bool:
+        """Whether :meth:`read` would not wait."""
+        return all(many.done() for _, many in self._many)
+
+    def read(self) -> dict[str, str]:
+        """32 hex digits of every tensor, in the tensors' order."""
+        from ..kernels.reference.digest import fold_shape
+
+        while self._many:
+            names, many = self._many.pop()
+            for name, lanes, spoiled in zip(names, *many.read(), strict=True):
+                first, second = fold_shape(lanes, self._shapes[name])
+                self._found[name] = f"{first:016x}{second:016x}"
+                if spoiled:
+                    self.nonfinite.append(name)
+        return {name: self._found[name] for name in self._names}
+
+
+def digests_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """Digest (32 hex digits) of every tensor: :func:`.bits.digest_tensor` of each."""
+    return Digests(tensors).read()
 
 
 def weights_root(digests: Mapping[str, str]) -> str:

@@ -97,10 +97,7 @@ def digest_spans_kernel(
     whole = tl.minimum(words // BLOCK, first + SPAN)
     for block in range(first, whole):  # without a mask, so that loads are wide
         word = tl.load(x_ptr + (zero + block) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
-        if BITS < 32:
-            word = word & ((1 << BITS) - 1)
-        else:
-            word = word & 0xFFFFFFFF
+        word = word & ((1 << BITS) - 1)
         odd_c = _mix((zero + block + 1) * GOLDEN + SEED_C) | 1
         total_a += _mix(tl.sum(word * odd_a, 0)) * odd_c
         total_b += _mix(tl.sum(word * odd_b, 0)) * odd_c
@@ -109,10 +106,7 @@ def digest_spans_kernel(
     if (tail >= first) & (tail < first + SPAN) & (words > tail * BLOCK):
         at = tail * BLOCK + lanes
         word = tl.load(x_ptr + at, mask=at < words, other=0).to(tl.int64)
-        if BITS < 32:
-            word = word & ((1 << BITS) - 1)
-        else:
-            word = word & 0xFFFFFFFF
+        word = word & ((1 << BITS) - 1)
         odd_c = _mix((tail + 1) * GOLDEN + SEED_C) | 1
         total_a += _mix(tl.sum(word * odd_a, 0)) * odd_c
         total_b += _mix(tl.sum(word * odd_b, 0)) * odd_c

@@ -11,7 +11,14 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 MAY_CHANGE = frozenset(
-    {"updates", "checkpoint_every", "wait_seconds", "task_seconds", "stop_after"}
+    {
+        "updates",
+        "checkpoint_every",
+        "wait_seconds",
+        "task_seconds",
+        "stop_after",
+        "share_weights",
+    }
 )
 """They decide when a run stops or gives up, not what it computes."""
 
@@ -76,6 +83,9 @@ class TrainConfig(BaseModel):
     """Control: an update's rewards are dealt out at random, so that nothing can be learned."""
     rollout: Literal["paged", "vllm"] = "paged"
     """The engine that samples."""
+    share_weights: bool | None = None
+    """Whether the learner's last versions stay in its memory, where readers of this machine copy
+    them from, beside the files that are written anyway; None: on a GPU. Changes no bit."""
     workers: int = Field(default=1, ge=1)
     """Rollout engines."""
     placement: Literal["threads", "processes", "ray"] = "threads"

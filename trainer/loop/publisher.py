@@ -1,49 +1,66 @@
 """Publication beside the learner: what it copies at once, and what a thread writes meanwhile.
 
-    publisher = Publisher(versions, buffer.published, timeout=600)
+    publisher = Publisher(versions, buffer.published, run.written, buffer.close, timeout=600)
     root = publisher.publish(learner.weights(), 7)    # copied and digested; writing goes on
-    publisher.wait()                                  # on disk, and told
+    publisher.wait()                                  # on disk
 
-The learner stops for a copy in its own memory and a digest. Writing the file and telling producers
-happens in a thread, one version after the other, while the next gradient is computed; a version
-counts as published when its file is whole. Whoever needs that (a checkpoint, the end of a run)
-waits; what goes wrong there is raised by the next call.
+The learner stops for a copy in its own memory and a digest. With a shelf
+(:mod:`..publication.shelf`) that copy is what readers take, and they are told at once; without one
+they are told when the version's file is whole. The file is written in a thread, one version after
+the other, while the next gradient is computed: resuming needs it, and so does a reader elsewhere.
+Whoever needs files (a checkpoint, the end of a run) waits; what goes wrong there is raised by the
+next call.
 """
 
 import threading
 from collections.abc import Callable, Mapping
 
+import torch
 from torch import Tensor
 
 from ...kernels.errors import BudgetError
+from ..publication.shelf import Shelf
 from .crossing import Crossing
 from .versions import Versions, digest
 
 
 class Publisher:
-    """See the module. told: called in the thread with each version that is on disk. failed: called
-    in the thread with what stopped it."""
+    """See the module. told: called with each version that readers may have. written: called in the
+    thread with each version that is on disk. failed: called in the thread with what stopped it."""
 
     def __init__(
         self,
         versions: Versions,
         told: Callable[[int], None],
+        written: Callable[[int], None],
         failed: Callable[[BaseException], None],
         *,
         timeout: float,
+        shelf: Shelf | None = None,
     ) -> None:
-        self.versions, self.timeout = versions, timeout
-        self._told, self._failed = told, failed
+        self.versions, self.timeout, self.shelf = versions, timeout, shelf
+        self._told, self._written, self._failed = told, written, failed
+        self._host: Tensor | None = None
+        self._stream: torch.cuda.Stream | None = None
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> str:
         """Start to publish; returns the digest over all tensors."""
         self.wait()
+        if self.shelf is not None:
+            put = self.shelf.put(weights, version, seconds=self.timeout)
+            self._told(version)
+            self._start(lambda: self.versions.publish_flat(put, self._on_host(put.flat)), version)
+            return put.card.root
         held = {name: tensor.detach().clone() for name, tensor in weights.items()}
         root = digest(held)
-        self._thread = threading.Thread(target=self._write, args=(held, version, root), daemon=True)
-        self._thread.start()
+
+        def write() -> None:
+            self.versions.publish(held, version, root=root)
+            self._told(version)
+
+        self._start(write, version)
         return root
 
     def wait(self) -> None:
@@ -60,14 +77,37 @@ class Publisher:
             raise self._error
 
     def close(self) -> None:
-        """Let a write that is under way end; its error, if any, is the run's already."""
+        """Let a write that is under way end; its error, if any, is the run's already. The shelf is
+        given back."""
         if self._thread is not None:
             self._thread.join(self.timeout)
+        if self.shelf is not None:
+            self.shelf.close()
 
-    def _write(self, weights: Mapping[str, Tensor], version: int, root: str) -> None:
+    def _start(self, write: Callable[[], None], version: int) -> None:
+        self._thread = threading.Thread(target=self._write, args=(write, version), daemon=True)
+        self._thread.start()
+
+    def _on_host(self, flat: Tensor) -> Tensor:
+        """A slot's bytes in the processor's memory; the learner's stream does not wait for them.
+
+        The slot keeps still: it is used again after this version's file is whole.
+        """
+        if not flat.is_cuda:
+            return flat
+        if self._host is None or self._stream is None:
+            self._host = torch.empty(flat.numel(), dtype=torch.uint8, pin_memory=True)
+            self._stream = torch.cuda.Stream(flat.device)
+        with torch.cuda.stream(self._stream):
+            self._host.copy_(flat, non_blocking=True)
+            copied = self._stream.record_event()
+        copied.synchronize()
+        return self._host
+
+    def _write(self, write: Callable[[], None], version: int) -> None:
         with Crossing() as crossing:
-            self.versions.publish(weights, version, root=root)
-            self._told(version)
+            write()
+            self._written(version)
         if crossing.error is not None:
             self._error = crossing.error
             self._failed(crossing.error)

@@ -32,6 +32,7 @@ from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
 from ...model_recipes.state import named_state
 from ..losses.catalogue import loss_named
+from ..publication.shelf import Shelf
 from .audit import Auditor, Group, audit_of, old_of, require_zero
 from .buffer import Closed, WorkBuffer
 from .config import TrainConfig
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from ..fsdp.learner import ShardedLearner
 
 DUMP = "stopped.json"
+SPARE_SLOTS = 3
+"""Versions in the learner's memory, beyond one for each worker."""
 RESTARTS = 3
 """How often one claim may lose its worker before the run gives up."""
 
@@ -164,24 +167,23 @@ class _Run:
             claimed=folder.journal.claimed(),
         )
         self.spec = WorkerSpec(
-            model=setup.model,
-            dtype=setup.dtype,
-            device=setup.device,
-            model_seed=setup.model_seed,
-            plan=setup.plan,
-            task=setup.task,
-            config=config,
-            versions=folder.versions.folder,
+            model=setup.model, dtype=setup.dtype, device=setup.device, model_seed=setup.model_seed,
+            plan=setup.plan, task=setup.task, config=config, versions=folder.versions.folder,
             threads=None if config.placement == "threads" else 1,
-        )
+        )  # fmt: skip
         self.evaluator: Evaluator | None = None
         if config.evaluate_every is not None:
             self.evaluator = Evaluator(
                 self._evaluating, config, folder.versions, folder.path, start=version
             )
+        shares = config.share_weights
+        shares = base.device.type == "cuda" if shares is None else shares
+        slots = config.workers + SPARE_SLOTS
         self.publisher = Publisher(
-            folder.versions, self._published, self.buffer.close, timeout=config.wait_seconds
-        )
+            folder.versions, self.buffer.published, self._written, self.buffer.close,
+            timeout=config.wait_seconds,
+            shelf=Shelf(folder.versions.folder, slots=slots) if shares else None,
+        )  # fmt: skip
         self._began = time.monotonic()
         self._seconds = {"rollout": 0.0, "sync": 0.0, "blocked": 0.0}
         self._lock = threading.Lock()
@@ -284,9 +286,8 @@ class _Run:
             after=after,
         )
 
-    def _published(self, version: int) -> None:
-        """A version is on disk: say so, and delete what nobody needs any more."""
-        self.buffer.published(version)
+    def _written(self, version: int) -> None:
+        """A version is on disk: it may be evaluated; delete what nobody needs any more."""
         needed = self.buffer.oldest_needed()
         if self.evaluator is not None:
             self.evaluator.consider(version)

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ...kernels.errors import BudgetError, UsageError
+from ...kernels.errors import BudgetError, MisalignedError, UsageError
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
 from ..engines.admission import max_length
@@ -140,8 +140,24 @@ class RolloutWorker:
         if version == self.engine.version or ahead:  # it saw a version before the claim did
             return
         began = time.perf_counter()
-        self.engine.publish(self.versions.read(version, self.model.device), version)
+        if not self._from_memory(version):
+            self.engine.publish(self.versions.read(version, self.model.device), version)
         self._install_seconds += time.perf_counter() - began
+
+    def _from_memory(self, version: int) -> bool:
+        """Over vLLM's tensors straight from the learner's memory; False where it is not there."""
+        if not isinstance(self.engine, VllmEngine):
+            return False
+        there = self.versions.shelved(version, self.model.device)
+        if there is None:
+            return False
+        try:
+            self.engine.install(there.offer())
+        except MisalignedError:
+            if there.is_gone():  # while it was being copied: the file has it
+                return False
+            raise
+        return True
 
     def _open(self, group: int) -> list[Trajectory]:
         rng = random.Random(f"{self.config.seed}/{group}")

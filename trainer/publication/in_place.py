@@ -23,11 +23,13 @@ from torch import Tensor
 
 from ...kernels import bits
 from ...kernels.errors import BudgetError, CapabilityError, MisalignedError, UsageError
-from ...model_recipes.state import digests_of, weights_root
+from ...model_recipes.state import Digests, digests_of, weights_root
 from ..engines.base import Publish
+from .flat import copy_all
 
 Cleared = Callable[[], bool]
 SECONDS = 120.0
+POLL_SECONDS = 0.0002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +43,8 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installed:
-    """What an installation took. copy_seconds: writing alone; seconds: with every check."""
+    """What an installation took. copy_seconds: until every copy was
+    under way; seconds: with every check."""
 
     publish: Publish
     tensors: int
@@ -65,6 +68,7 @@ class LiveWeights:
         self._places = {name: tensor.data_ptr() for name, tensor in tensors.items()}
         self.version = version
         self.digests = digests_of(self._live)
+        self._old: dict[str, Tensor] | None = None  # room for the old bytes, kept between uses
 
     @property
     def root(self) -> str:
@@ -116,8 +120,9 @@ class LiveWeights:
     def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
         """Check a complete set of weights; UsageError for a missing, foreign or unfit tensor."""
         self.require_fit({name: described(each) for name, each in weights.items()}, version)
-        _require_finite(weights)
-        digests = digests_of(weights)
+        taken = Digests(weights)
+        digests = taken.read()
+        require_finite(weights, taken)
         publish = Publish(version=version, digest=weights_root(digests))
         return Offer(publish=publish, tensors=dict(weights), digests=digests)
 
@@ -134,20 +139,23 @@ class LiveWeights:
                 f"{self.version}; stage it again"
             )
         began = time.perf_counter()
-        old = {name: tensor.clone() for name, tensor in self._live.items()}
+        deadline = began + seconds
+        old = self._old = self._old or self.empty_copy()
+        copy_all(old, self._live)
         try:
-            copied = self._copy(offer, began + seconds)
-            self._confirm(offer)
-            if not self._cleared():
+            if time.perf_counter() > deadline:
+                raise _late(offer)
+            copy_all(self._live, offer.tensors)
+            copied = time.perf_counter()
+            arrived = Digests(self._live)  # read back from where the reader reads
+            if not self._cleared():  # while the device takes them
                 raise CapabilityError(
                     "the reader kept caches of its old weights; stop or preempt its requests, then "
                     "publish again"
                 )
-            if time.perf_counter() > began + seconds:
-                raise _late(offer)
+            self._confirm(offer, arrived, deadline)
         except BaseException:
-            for name, tensor in self._live.items():
-                tensor.copy_(old[name])
+            copy_all(self._live, old)
             self._cleared()
             raise
         self.version, self.digests = offer.publish.version, dict(offer.digests)
@@ -159,24 +167,19 @@ class LiveWeights:
             seconds=time.perf_counter() - began,
         )
 
-    def _copy(self, offer: Offer, deadline: float) -> float:
-        for name, tensor in self._live.items():
-            if time.perf_counter() > deadline:
-                raise _late(offer)
-            tensor.copy_(offer.tensors[name])
-        if any(tensor.is_cuda for tensor in self._live.values()):
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
-    def _confirm(self, offer: Offer) -> None:
-        """Every tensor, read back from where the reader reads."""
-        arrived = digests_of(self._live)
-        odd = [name for name, digest in offer.digests.items() if arrived[name] != digest]
+    def _confirm(self, offer: Offer, arrived: Digests, deadline: float) -> None:
+        """Every tensor has the digest that was offered, and in time."""
+        if not wait_for(arrived, deadline):
+            raise _late(offer)
+        found = arrived.read()
+        odd = [name for name, digest in offer.digests.items() if found[name] != digest]
         if odd:
             raise MisalignedError(
                 f"version {offer.publish.version}: {len(odd)} tensor(s) arrived as something else, "
                 f"first {odd[0]!r}; the old version serves on, publish again"
             )
+        if time.perf_counter() > deadline:
+            raise _late(offer)
 
 
 def _late(offer: Offer) -> BudgetError:
@@ -186,14 +189,23 @@ def _late(offer: Offer) -> BudgetError:
     )
 
 
+def wait_for(taken: Digests, deadline: float) -> bool:
+    """Until the device has taken the digests; False where that is too late."""
+    while not taken.done():
+        if time.perf_counter() > deadline:
+            return False
+        time.sleep(POLL_SECONDS)
+    return True
+
+
 def described(tensor: Tensor) -> tuple[str, tuple[int, ...]]:
     """(dtype, shape), as they are offered."""
     return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)
 
 
-def _require_finite(tensors: Mapping[str, Tensor]) -> None:
-    """NonFiniteError names tensor and index; a device is waited for once, not once a tensor."""
-    whole = [torch.isfinite(tensor).all() for tensor in tensors.values()]
-    if not bool(torch.stack(whole).all()):
+def require_finite(tensors: Mapping[str, Tensor], taken: Digests) -> None:
+    """NonFiniteError names tensor and index. taken: the tensors' digests, read already."""
+    whole = [torch.isfinite(tensors[name]).all() for name in taken.unjudged]
+    if taken.nonfinite or (whole and not bool(torch.stack(whole).all())):
         for name, tensor in tensors.items():
             bits.check_finite(tensor, name)

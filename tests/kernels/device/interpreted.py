@@ -17,7 +17,7 @@ from zeromismatch.kernels.attention import gpu_launch as launch
 from zeromismatch.kernels.attention import gpu_split as splits
 from zeromismatch.kernels.embedding import gpu as embedding
 from zeromismatch.kernels.gated import gpu as gated
-from zeromismatch.kernels.gpu import digest
+from zeromismatch.kernels.gpu import digest, digest_many
 from zeromismatch.kernels.linear import gpu_gemm as linear
 from zeromismatch.kernels.linear.gpu_table import Tile
 from zeromismatch.kernels.logprob import gpu as logprob
@@ -135,6 +135,14 @@ def row_operators() -> None:
     out = torch.zeros(11, 2, dtype=torch.int64)
     digest.launch(x, out)
     assert bits.equal(out, digest_rows(x))
+    many = [torch.randn(40, 577).bfloat16(), torch.randn(1024 * 33 + 1).half(), torch.randn(3, 5)]
+    many += [torch.randn(1024 * 16), torch.arange(2000), torch.ones(1025, dtype=torch.uint8)]
+    many[0][3, 4], many[1][-1], many[2][0, 0] = float("nan"), float("inf"), -float("inf")
+    lanes, spoiled = digest_many.DigestMany(many).read()
+    assert spoiled == [1, 1, 1, 0, 0, 0]
+    for each, found in zip(many, lanes, strict=True):
+        wanted = digest_rows(each.reshape(1, -1))[0].tolist()
+        assert [value % (1 << 64) for value in wanted] == list(found)
 
 
 def attentions() -> None:

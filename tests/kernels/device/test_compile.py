@@ -25,7 +25,7 @@ from zeromismatch.kernels.embedding import gpu as embedding  # noqa: E402
 from zeromismatch.kernels.gated import gpu as gated  # noqa: E402
 from zeromismatch.kernels.gated_norm import gpu as norms  # noqa: E402
 from zeromismatch.kernels.gates import gpu as gates  # noqa: E402
-from zeromismatch.kernels.gpu import device, digest  # noqa: E402
+from zeromismatch.kernels.gpu import device, digest, digest_many  # noqa: E402
 from zeromismatch.kernels.linear import gpu_gemm as linear  # noqa: E402
 from zeromismatch.kernels.linear.gpu_table import FP32, FP32_SMALL, LARGE, REFERENCE, ROWS  # noqa: E402
 from zeromismatch.kernels.logprob import gpu as logprob  # noqa: E402
@@ -128,6 +128,7 @@ def row_operators():
     logprob.d_logits(z, *saved, torch.empty_like(z, dtype=BF16))
     for dtype in (torch.uint8, BF16, torch.float32):
         digest.launch(x.to(dtype), torch.zeros(8, 2, dtype=torch.int64))
+        digest_many.DigestMany([x.to(dtype)])
 
 
 def hopper():

@@ -58,6 +58,18 @@ def test_after_warm_up_every_token_is_exactly_as_old_as_the_cap_and_the_kernel_t
     assert len([*(tmp_path / "versions").iterdir()]) <= lag + 2
 
 
+def test_weights_that_stay_in_memory_change_no_bit(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+) -> None:
+    settings = {"lag": 3, "updates": 9, "audit": 4, "workers": 1}
+    plain, _ = run(setup_of(**settings), tmp_path / "files", fresh())
+    shared = setup_of(**settings, share_weights=True)
+    outcome, facts = run(shared, tmp_path / "memory", fresh())
+    assert outcome.weights_root == plain.weights_root
+    assert all(bits.equal(one.audit.mu, one.audit.logp) for one in facts)
+    assert not list((tmp_path / "memory" / "versions").glob("*.card"))  # withdrawn at the end
+
+
 @dataclass(frozen=True)
 class Low:
     """The share of sampled ids below 1000, a third of all: quickly learned."""

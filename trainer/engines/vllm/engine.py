@@ -172,7 +172,11 @@ class VllmEngine:
 
     def publish(self, weights: Mapping[str, Tensor], version: int) -> Installed:
         """Install new weights in place and drop every cached state, or leave the old ones."""
-        return self.live.install(self.stage(weights, version))
+        return self.install(self.stage(weights, version))
+
+    def install(self, offer: Offer) -> Installed:
+        """Install what was staged here, or what a learner on this machine offers."""
+        return self.live.install(offer)
 
     def close(self) -> None:
         """Leave the engine alive for the next run of the same model, plan and settings."""

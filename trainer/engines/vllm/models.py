@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ....kernels.errors import RecipeError
 from ....model_recipes.plan import STOCK, check_plan
 from ....model_recipes.rope import frequencies
-from ....model_recipes.state import config_digest, weights_root
+from ....model_recipes.state import config_digest, digests_of, weights_root
 from . import compat, logprobs
 from .admission import require_covered, violations
 from .adoption import Adopted, adopted
@@ -212,9 +212,7 @@ def fused_parts(module: nn.Module) -> list[tuple[str, int]]:
 
 def tensor_digests(model: nn.Module) -> dict[str, str]:
     """Digest of every live weight, under transformers' names."""
-    from ....kernels import bits
-
-    return {name: bits.digest_tensor(tensor) for name, tensor in hf_tensors(model).items()}
+    return digests_of(hf_tensors(model))
 
 
 @torch.no_grad()
