@@ -6,13 +6,14 @@
 Resume rebuilds the state from the transcript. A call that was attempted and never returned may or
 may not have had its effect, so it is never repeated: the model is told, and has to look first. A
 reading tool has no effect and is simply called again. Replay drives the same loop with the recorded
-replies, results and verdicts, and fails when the loop now decides otherwise.
+replies, results and verdicts, sitting by sitting, and fails when the loop writes something else.
 """
 
 import asyncio
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ async def resume(
         stall=Stall(job.budgets), turns=[Told(text=job.task)], began=job.clock(),
         before=entries[-1].elapsed,
     )  # fmt: skip
-    transcript.append("resumed", run.elapsed, {"at": len(entries)})
+    given = {"at": len(entries), "budgets": asdict(job.budgets)}
+    transcript.append("resumed", run.elapsed, given)
     await _rebuild(run, entries[1:])
     return await run.go()
 
@@ -220,23 +222,10 @@ def replay(folder: Path) -> Outcome:
         raise UsageError(f"the run in {folder} has not ended; resume it first")
     if entries[0].data["provider"] in PROGRAMS:
         return replay_program(entries)
-    if any(entry.kind == "resumed" for entry in entries):
-        raise UsageError(f"the run in {folder} was resumed; only runs in one sitting replay")
-    begin, end = entries[0].data, entries[-1].data
-    recorded = _Recorded(
-        entries=entries[1:], name=begin["provider"], model=begin["model"],
-        specs=tuple(ToolSpec(**spec) for spec in begin["tools"]),
-    )  # fmt: skip
-    unmade = {e.data["id"] for e in entries if e.kind == "returned" and not e.data["made"]}
-    job = Job(
-        task=begin["task"],
-        system=begin["system"],
-        budgets=budgets_from(begin["budgets"]),
-        approve=lambda call: call.id not in unmade,
-        clock=lambda: 0.0,
-    )
-    with tempfile.TemporaryDirectory() as scratch:
-        found = asyncio.run(drive(job, recorded, recorded, recorded.judge, Path(scratch)))
+    end = entries[-1].data
+    starts = [0, *(entry.n for entry in entries if entry.kind == "resumed"), len(entries)]
+    sittings = [_again(entries, *each) for each in pairwise(starts)]
+    found = sittings[-1]
     same = (found.turns, found.calls, found.tokens) == (end["turns"], end["calls"], end["tokens"])
     if not same or (found.reason != end["reason"] and end["reason"] not in OUTSIDE):
         raise MisalignedError(
@@ -245,3 +234,38 @@ def replay(folder: Path) -> Outcome:
             "version that wrote the transcript"
         )
     return Outcome.model_validate(end)
+
+
+def _again(entries: list[Entry], start: int, stop: int) -> Outcome:
+    """One sitting, ``entries[start:stop]``; it has to write what the record holds."""
+    begin, before, sitting = entries[0].data, entries[:start], entries[start:stop]
+    recorded = _Recorded(
+        entries=sitting[1:], name=begin["provider"], model=begin["model"],
+        specs=tuple(ToolSpec(**spec) for spec in begin["tools"]),
+    )  # fmt: skip
+    unmade = {e.data["id"] for e in entries if e.kind == "returned" and not e.data["made"]}
+    job = Job(
+        task=begin["task"],
+        system=begin["system"],
+        budgets=budgets_from(sitting[0].data["budgets"]),
+        approve=lambda call: call.id not in unmade,
+        clock=lambda: 0.0,
+    )
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(scratch)
+        given = (recorded, recorded, recorded.judge)
+        if before:
+            written = Transcript.begin(place)
+            for entry in before:
+                written.append(entry.kind, entry.elapsed, entry.data)
+            found = asyncio.run(resume(place, job, *given))
+        else:
+            found = asyncio.run(drive(job, *given, place))
+        again = read_transcript(place)[start:]
+    for old, new in zip(sitting, again, strict=False):
+        if old.kind != "end" and (old.kind, old.data) != (new.kind, new.data):
+            raise MisalignedError(
+                f"replay writes {new.kind} as entry {old.n}, where the record has another "
+                f"{old.kind}; replay with the version that wrote the transcript"
+            )
+    return found

@@ -62,6 +62,7 @@ def test_a_run_can_be_cut_anywhere_and_no_effect_is_repeated(
             found = go_on(make_provider(sdk, remaining), bench, folder)
             assert found.reason == "passed", (lines, torn)
             assert bench.writes == ([] if happened else ["fixed"]), (lines, torn)
+            assert torn or replay(folder) == found, lines
             pending = lines == written + 1
             assert (UNKNOWN[:40] in str(api.requests)) == pending, (lines, torn)
 
@@ -152,4 +153,22 @@ def test_replay_notices_when_the_record_is_another_story(
             data["arguments"] = {"text": "something else"}
         forged.append(entry.kind, entry.elapsed, data)
     with pytest.raises(MisalignedError, match="replay calls write"):
+        replay(tmp_path / "forged")
+
+
+@pytest.mark.parametrize("sitting", [0, 1])
+def test_replay_notices_another_story_in_either_sitting(
+    sitting: int, make_provider: MakeProvider, bench: Bench, tmp_path: Path
+):
+    run(make_provider("openai", [LOOK, FIX, DONE]), bench, tmp_path / "whole")
+    cut(tmp_path / "whole", tmp_path / "cut", 3)  # begin, reply, attempted
+    go_on(make_provider("openai", [LOOK, FIX, DONE]), bench, tmp_path / "cut")
+    forged, resumed = Transcript.begin(tmp_path / "forged"), 0
+    for entry in read_transcript(tmp_path / "cut"):
+        resumed += entry.kind == "resumed"
+        data = dict(entry.data)
+        if entry.kind == "attempted" and resumed == sitting:
+            data["effect"] = not data["effect"]
+        forged.append(entry.kind, entry.elapsed, data)
+    with pytest.raises(MisalignedError, match="another attempted"):
         replay(tmp_path / "forged")
