@@ -23,6 +23,7 @@ from ...model_recipes.state import named_state, state_digest
 from ...trainer.engines.base import Hit, Observer, Policy, Request, Run, Scenario, Step
 from ...trainer.engines.build import make_engine
 from ...trainer.engines.vllm.engine import VllmEngine
+from ...trainer.engines.vllm.recurrent_options import is_recurrent
 from ..align import shorten
 from ..rollouts import TokenCount, batching_facts, compare_tokens
 from . import cost, environment, inference, lifecycle, scale, training
@@ -94,7 +95,8 @@ class VllmBench(Bench):
 
 def check_environment(bench: VllmBench, found: Findings) -> None:
     """C0: as for every engine, and the plug-in is alive in the engine that runs."""
-    if not bench.plan.is_stock:  # first, since an engine under another plan ends this one
+    if not bench.plan.is_stock and not is_recurrent(bench.model):
+        # First, since an engine under another plan ends this one.
         bench.progress("red control: vLLM's own kernels")
         found.notes.append(f"vLLM's own kernels: {bench.stock[1].differing} of "
                            f"{bench.stock[1].compared} tokens differ from the trainer")  # fmt: skip
@@ -141,6 +143,13 @@ def _bit_control(bench: VllmBench, found: Findings, policy: str, plain: Run) -> 
 
 
 def _stock_control(bench: VllmBench, found: Findings) -> None:
+    if is_recurrent(bench.model):  # vLLM's own class may not take these sizes
+        bench.progress("red control: transformers' own kernels in the trainer")
+        few = bench.prompts[:FEW]
+        red = compare_scored(bench.score("alone", few), bench.on(stock_plan()).pack(few))
+        found.control("transformers' own kernels in the trainer, rollout = trainer",
+                      "stock operators", red.compared, red.differing)  # fmt: skip
+        return
     bench.progress("red control: vLLM's own kernels")
     decoded, trained = bench.stock
     count = decoded if decoded.differing else trained
@@ -237,7 +246,7 @@ def check_update(bench: VllmBench, found: Findings) -> None:
     found.notes.append(f"published {done.nbytes} bytes in {done.seconds:.3f} s")
     name = cost.one_tensor_ahead(learner)
     red = compare_tokens(rollout, learner.engines.pack(rollout.requests))
-    found.control("one tensor ahead", f"1 element of {name}", red.compared, red.differing)
+    found.control("one tensor ahead", f"1 tensor, {name}", red.compared, red.differing)
     learner.close()
     engine.publish(named_state(bench.model.module), version + 1)  # as the other gates expect it
 
@@ -296,7 +305,7 @@ def check_cost(bench: VllmBench, found: Findings) -> None:
     name = cost.one_tensor_ahead(learner)
     final = engine.generate(prompts, Policy(max_step_tokens=512))
     red = compare_tokens(final, learner.engines.pack(final.requests))
-    found.control("one tensor one update ahead", f"1 element of {name}", red.compared,
+    found.control("one tensor one update ahead", f"1 tensor, {name}", red.compared,
                   red.differing)  # fmt: skip
     learner.close()
 

@@ -72,6 +72,58 @@ def aligned(path: str) -> dict[str, Any]:
     return answer
 
 
+def recurrent(path: str) -> dict[str, Any]:
+    """A model with recurrent layers, too few blocks for all its requests at once; and misfits."""
+    model = load_model(path)
+    requests = default_requests(model, count=4, max_reply=40)
+    prompts = sum(-(-len(request.tokens) // 32) for request in only_prompts(requests))
+    engine = make_engine("vllm", model, "aligned", blocks=prompts + 2, max_len=192)
+    trainer = make_engine("packed", model, "aligned")
+    expected = bits_of(score(trainer, "packed", requests))
+    answer: dict[str, Any] = {"described": engine.describe(), "policies": {}}
+    answer["states"] = [[spec.kind, spec.granule] for spec in engine.state_specs()]
+    for name in ("alone", "chunk:7", "decode", "prefix-hit", "preempt"):
+        run = score(engine, name, requests)
+        found = bits_of(run)
+        facts = batching_facts(run.executed, requests)
+        differing = sum(expected[at] != value for at, value in found.items())
+        answer["policies"][name] = facts.model_dump() | {
+            "tokens": len(found), "differing": differing
+        }  # fmt: skip
+    answer["publication"] = published(engine, trainer, model, requests)
+    trainer.close()
+    return answer | {"misfits": misfits(engine, path)}
+
+
+def misfits(engine: Any, path: str) -> list[str]:
+    """What our architecture refuses: no plan, other blocks than chunks, no recurrent layer."""
+    import tempfile
+
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import EngineArgs
+
+    from zeromismatch.trainer.engines.vllm.adoption import adoption
+    from zeromismatch.trainer.engines.vllm.recurrent_model import AlignedModule
+    from zeromismatch.trainer.engines.vllm.recurrent_options import FORMAT
+
+    found = []
+    plan = adoption(engine.instrument.plan)
+    for spec, block, told in ((path, 32, {}), (path, 16, plan), ("tiny:llama", 16, plan)):
+        with tempfile.TemporaryDirectory() as folder:
+            load_model(spec).module.save_pretrained(folder)
+            arguments = EngineArgs(
+                folder, dtype="float32", config_format=FORMAT, block_size=block,
+                skip_tokenizer_init=True, max_model_len=128, additional_config=told,
+            )  # fmt: skip
+            config = arguments.create_engine_config()
+            try:
+                with set_current_vllm_config(config):
+                    AlignedModule(vllm_config=config)
+            except ZeroMismatchError as error:
+                found.append(str(error))
+    return found
+
+
 def published(engine: Any, trainer: Any, model: Any, requests: Any) -> dict[str, Any]:
     """Refusals leave the old version; a whole one serves at once, and an old one never again."""
     before = engine.live.root
@@ -168,7 +220,7 @@ def trained(path: str, folder: str) -> dict[str, Any]:
     verified = verify_recipe(recipe)
     runs = {}
     for name, more in (
-        ("deterministic", {"lag": 1}),
+        ("deterministic", {"lag": 1, "share_weights": True}),
         ("recorded", {"lag": 2, "mode": "free", "partial": "recorded", "max_new_tokens": 12}),
     ):
         given = {
@@ -269,6 +321,7 @@ def refused(path: str) -> dict[str, Any]:
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
     checks = {
-        f.__name__: f for f in (aligned, continued, trained, located, inert, adopted, refused)
+        f.__name__: f
+        for f in (aligned, continued, trained, located, inert, adopted, refused, recurrent)
     }
     print(json.dumps(checks[name](*rest), default=str))

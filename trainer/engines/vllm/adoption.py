@@ -16,6 +16,8 @@ from ....model_recipes.plan import Plan
 from ....model_recipes.schema import Recipe, load_recipe
 
 KEY = "zero_mismatch"
+SLOT = "zero_mismatch"
+"""Attribute of a live model with a plan: what it adopted."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,7 @@ from ..admission import check_requests
 from ..base import Observer, Policy, Request, Run, Scenario, Schedule, StateSpec
 from ..environment import describe_engine
 from .live import live_engine
+from .recurrent_options import is_recurrent
 from .start import Settings
 
 POLICIES = ("alone", "batched", "chunk:N", "decode", "mixed", "prefix-hit", "preempt")
@@ -72,10 +73,10 @@ class VllmEngine:
         blocks: int | None = None,
         cache_gib: int | None = None,
     ) -> None:
-        on_cpu = loaded.device.type == "cpu"
+        on_cpu, recurrent = loaded.device.type == "cpu", is_recurrent(loaded)
         self.settings = Settings(
-            eager=on_cpu if eager is None else eager,
-            runner=1 if on_cpu else runner,
+            eager=on_cpu or recurrent if eager is None else eager,
+            runner=1 if on_cpu or recurrent else runner,
             max_len=max_len,
             max_rows=max_rows,
             max_running=max_running,
@@ -97,11 +98,18 @@ class VllmEngine:
         return self.live.version
 
     def state_specs(self) -> tuple[StateSpec, ...]:
-        """Keys and values of every attention site, in vLLM's own blocks."""
-        return tuple(
-            StateSpec(site=site.path, kind="kv", granule=self.live.block_size)
+        """Keys and values, and states of recurrent layers, in vLLM's own blocks."""
+        kinds = {"attention": "kv", "convolution": "conv"}
+        kept = (
+            (site.path, "recurrent" if site.op_class.startswith("recurrence_")
+             else kinds.get(site.op_class))
             for site in self.instrument.sites
-            if site.op_class == "attention"
+        )  # fmt: skip
+        granule = self.live.block_size
+        return tuple(
+            StateSpec(site=path, kind=cast(Any, kind), granule=granule, rollback=kind == "kv")
+            for path, kind in kept
+            if kind is not None
         )
 
     def schedule(self, name: str, requests: Sequence[Request]) -> Asked:

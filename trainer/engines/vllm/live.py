@@ -319,10 +319,10 @@ class LiveEngine:
             raise CapabilityError(
                 "tracing needs eager steps of vLLM's first runner; use vllm+eager+runner=1"
             )
-        from .tap import Tap
+        from .recurrent_tap import tap_class
 
         runner = compat.runner_of(self.llm)
-        return Tap(
+        return tap_class(runner.model)(
             runner.model,
             runner,
             sites,

@@ -23,12 +23,13 @@ from torch import Tensor, nn
 from ....kernels.errors import RecipeError
 from ....model_recipes.plan import STOCK, check_plan
 from ....model_recipes.rope import frequencies
-from ....model_recipes.state import config_digest, digests_of, weights_root
+from ....model_recipes.state import config_digest, digests_of, named_state, weights_root
 from . import compat, logprobs
 from .admission import require_covered, violations
+from .adoption import SLOT as _SLOT
 from .adoption import Adopted, adopted
+from .recurrent_options import NAME
 
-_SLOT = "zero_mismatch"
 _COMPUTED = frozenset(
     (
         *("linear", "rmsnorm", "gated", "rotary", "rotary_table", "attention"),
@@ -41,11 +42,15 @@ _COMPUTED = frozenset(
 
 def register_architectures() -> list[str]:
     """Register a subclass for every architecture that this vLLM has; returns their names."""
+    from . import recurrent_config
+
     registry = compat.need("vllm.model_executor.models", "ModelRegistry")
     known = [name for name in compat.ARCHITECTURES if name in registry.get_supported_archs()]
     for name in known:
         registry.register_model(name, _subclass(compat.model_class(name)))
-    return known
+    recurrent_config.register()
+    registry.register_model(NAME, f"{__package__}.recurrent_model:AlignedModule")
+    return [*known, NAME]
 
 
 def _subclass(base: Any) -> Any:
@@ -136,9 +141,9 @@ def evidence(model: nn.Module) -> dict[str, Any]:
     from . import attention, layers
 
     asked = cast("Adopted | None", model.__dict__.get(_SLOT))
-    served: Counter[str] = Counter()
+    served = Counter(cast("Counter[str]", getattr(model, "served", ())))
     stock: list[str] = []
-    for path, _, _, layer in _leaves(model):
+    for path, _, _, layer in [] if served else _leaves(model):
         ours = (
             isinstance(layer, layers.ALIGNED)
             or isinstance(getattr(layer, "quant_method", None), layers.METHODS)
@@ -161,6 +166,7 @@ def attention_backends(model: nn.Module) -> list[str]:
     """Classes of the attention backends of a live model, each once."""
     attention = compat.need("vllm.model_executor.layers.attention", "Attention")
     layers = [module for module in model.modules() if isinstance(module, attention)]
+    layers += getattr(model, "attention", {}).values()
     return sorted({type(cast(Any, layer).impl).__qualname__ for layer in layers})
 
 
@@ -172,6 +178,8 @@ def hf_tensors(model: nn.Module) -> dict[str, Tensor]:
     """
     from .experts import transformers_name
 
+    if isinstance(module := getattr(model, "module", None), nn.Module):  # transformers' own
+        return named_state(module)
     tensors: dict[str, Tensor] = {}
     for path, module in model.named_modules():
         parts = fused_parts(module)

@@ -17,6 +17,7 @@ from ....model_recipes.plan import Plan
 from . import compat
 from .adoption import adoption
 from .record import Recorder, recording_scheduler
+from .recurrent_options import options as recurrent_options
 
 STOCK_CPU_BLOCK = 32
 
@@ -78,6 +79,7 @@ def construct(
         options["num_gpu_blocks_override"] = settings.blocks
     if on_cpu:  # a prefix is hit in whole blocks: as small as the backend allows
         options["block_size"] = STOCK_CPU_BLOCK if plan.is_stock else PAGE
+    options |= recurrent_options(loaded, plan)
     limit = int(loaded.config.max_position_embeddings)
     return LLM(
         checkpoint(loaded, folder),
