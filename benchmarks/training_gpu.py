@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--plan", choices=("aligned", "stock"), default="aligned")
     parser.add_argument("--rollout", choices=("vllm", "paged"), default="vllm")
+    parser.add_argument("--files", action="store_true", help="publish through files alone")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--evaluate", type=int, default=50)
@@ -149,7 +150,7 @@ def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
         audit=max(2, -(-asked.groups * asked.group_size // 16)),
         require_zero=asked.plan == "aligned", rollout=asked.rollout, placement="processes",
         checkpoint_every=100_000, stop_after=asked.seconds, wait_seconds=240.0,
-        evaluate_every=asked.evaluate or None,
+        evaluate_every=asked.evaluate or None, share_weights=False if asked.files else None,
         evaluate_problems=asked.problems, evaluate_samples=4,
     )  # fmt: skip
     return Setup(
@@ -194,6 +195,8 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
         "reward": [first, last, error],
         "d3_peak": max(record.d3 for record in records),
         "step_ms": statistics.median(steps) * 1e3,
+        "publication_share": share(late, "sync", steps),
+        "idle_share": share(late, "wait", steps),
         **{
             f"{name}_ms": statistics.median(getattr(record, f"{name}_seconds") for record in late)
             * 1e3
@@ -206,6 +209,12 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
             for each in read_evaluations(folder)
         ],
     }  # fmt: skip
+
+
+def share(records: list[Any], part: str, steps: list[float]) -> float | None:
+    """Of the time of all steps, how much a part of them took; None before there are any."""
+    spent = [getattr(record, f"{part}_seconds") for record in records[1:]]
+    return sum(spent) / sum(steps) if any(steps) else None
 
 
 def rollout_alone(setup: Setup, folder: Path) -> float:

@@ -176,7 +176,8 @@ class Trial:
 
             self._rounds("vllm", model, None, None, None, scored)
             return
-        engine: Any = make_engine("vllm", model, plan, max_len=2048, cache_gib=8)
+        eager = {"eager": True} if self.args.eager else {}
+        engine: Any = make_engine("vllm", model, plan, max_len=2048, cache_gib=8, **eager)
 
         def sampled() -> Any:
             run = engine.generate(prompts, Policy(max_step_tokens=512))
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("out"))
     parser.add_argument("--meet", required=True, help="a fresh file name that both can open")
     parser.add_argument("--only", default="sharded,published")
+    parser.add_argument("--eager", action="store_true", help="vLLM without graphs: starts sooner")
     parser.add_argument("--small", action="store_true", help="a trial on a CPU")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,10 +1,12 @@
 """Publication beside the learner: what it copies at once, and what a thread writes meanwhile.
 
     publisher = Publisher(versions, buffer.published, run.written, buffer.close, timeout=600)
-    root = publisher.publish(learner.weights(), 7)    # copied and digested; writing goes on
+    copied = publisher.copy(learner.weights(), 7)     # the learner may go on; nobody knows of it
+    root = publisher.publish(copied)                  # told; writing goes on
     publisher.wait()                                  # on disk
 
-The learner stops for a copy in its own memory and a digest. With a shelf
+The learner stops for a copy in its own memory and a digest. On a GPU it waits for neither before it
+publishes, so what lies between the two calls costs nothing more. With a shelf
 (:mod:`..publication.shelf`) that copy is what readers take, and they are told at once; without one
 they are told when the version's file is whole. The file is written in a thread, one version after
 the other, while the next gradient is computed: resuming needs it, and so does a reader elsewhere.
@@ -14,14 +16,23 @@ next call.
 
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ...kernels.errors import BudgetError
-from ..publication.shelf import Shelf
+from ..publication.shelf import Placed, Shelf
 from .crossing import Crossing
 from .versions import Versions, digest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Copied:
+    """Weights that go into a file alone."""
+
+    version: int
+    tensors: Mapping[str, Tensor]
 
 
 class Publisher:
@@ -45,19 +56,27 @@ class Publisher:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
 
-    def publish(self, weights: Mapping[str, Tensor], version: int) -> str:
-        """Start to publish; returns the digest over all tensors."""
+    def copy(self, weights: Mapping[str, Tensor], version: int) -> Placed | Copied:
+        """The weights as they are now, in memory of the publisher's."""
         self.wait()
         if self.shelf is not None:
-            put = self.shelf.put(weights, version, seconds=self.timeout)
+            return self.shelf.begin(weights, version)
+        held = {name: tensor.detach().clone() for name, tensor in weights.items()}
+        return Copied(version=version, tensors=held)
+
+    def publish(self, copied: Placed | Copied) -> str:
+        """Start to publish; returns the digest over all tensors."""
+        version = copied.version
+        if isinstance(copied, Placed):
+            assert self.shelf is not None
+            put = self.shelf.announce(copied, seconds=self.timeout)
             self._told(version)
             self._start(lambda: self.versions.publish_flat(put, self._on_host(put.flat)), version)
             return put.card.root
-        held = {name: tensor.detach().clone() for name, tensor in weights.items()}
-        root = digest(held)
+        root = digest(copied.tensors)
 
         def write() -> None:
-            self.versions.publish(held, version, root=root)
+            self.versions.publish(copied.tensors, version, root=root)
             self._told(version)
 
         self._start(write, version)

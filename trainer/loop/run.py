@@ -52,8 +52,6 @@ if TYPE_CHECKING:
     from ..fsdp.learner import ShardedLearner
 
 DUMP = "stopped.json"
-SPARE_SLOTS = 3
-"""Versions in the learner's memory, beyond one for each worker."""
 RESTARTS = 3
 """How often one claim may lose its worker before the run gives up."""
 
@@ -178,11 +176,10 @@ class _Run:
             )
         shares = config.share_weights
         shares = base.device.type == "cuda" if shares is None else shares
-        slots = config.workers + SPARE_SLOTS
         self.publisher = Publisher(
             folder.versions, self.buffer.published, self._written, self.buffer.close,
             timeout=config.wait_seconds,
-            shelf=Shelf(folder.versions.folder, slots=slots) if shares else None,
+            shelf=Shelf(folder.versions.folder, readers=config.workers) if shares else None,
         )  # fmt: skip
         self._began = time.monotonic()
         self._seconds = {"rollout": 0.0, "sync": 0.0, "blocked": 0.0}
@@ -256,12 +253,15 @@ class _Run:
         except NonFiniteError:
             self._dump(update, trajectories)
             raise
-        audit = audit_of(groups, step.batch, step.logp)
+        began = time.perf_counter()
+        copied = self.publisher.copy(self.learner.weights(), self.learner.version)
+        published = time.perf_counter() - began
+        audit = audit_of(groups, step.batch, step.logp)  # while the device copies
         if config.require_zero:
             require_zero(audit, update)
         began = time.perf_counter()
-        self.root = self.publisher.publish(self.learner.weights(), self.learner.version)
-        published = time.perf_counter() - began
+        self.root = self.publisher.publish(copied)
+        published += time.perf_counter() - began
         after = None
         if config.measure_moves:
             self.publisher.wait()

@@ -1,6 +1,6 @@
 """Published versions in the memory of a GPU, for every reader that shares it: no file in between.
 
-    shelf = Shelf(folder, slots=4)                     # the learner's process
+    shelf = Shelf(folder)                              # the learner's process
     shelf.put(weights, version=7)                      # copied, digested, announced
 
     found = shelved(folder, 7)                         # any process of this machine, or None
@@ -39,6 +39,8 @@ from .flat import Entry, Layout, copy_all
 from .in_place import SECONDS, Offer, require_finite, wait_for
 
 SUFFIX = ".card"
+SPARE_SLOTS = 3
+"""Versions that stay beyond one for each reader."""
 _OWN: dict[tuple[str, int], Tensor] = {}
 """This process's slots, by folder and number."""
 
@@ -102,11 +104,23 @@ class Shelved:
         return not self.file.exists()
 
 
-class Shelf:
-    """The owner's side. slots: how many versions stay."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placed:
+    """A version in its slot that nobody knows of yet."""
 
-    def __init__(self, folder: Path, *, slots: int = 4) -> None:
-        self.folder, self.slots = folder, slots
+    version: int
+    slot: int
+    layout: Layout
+    flat: Tensor
+    tensors: Mapping[str, Tensor]
+    digests: Digests
+
+
+class Shelf:
+    """The owner's side. readers: how many of them may be at different versions."""
+
+    def __init__(self, folder: Path, *, readers: int = 1) -> None:
+        self.folder, self.slots = folder, readers + SPARE_SLOTS
         self._held: dict[int, int] = {}  # slot -> version
         self._handles: dict[int, Handle | None] = {}
         remove_cards(folder)
@@ -114,28 +128,38 @@ class Shelf:
     def put(
         self, weights: Mapping[str, Tensor], version: int, *, seconds: float = SECONDS
     ) -> Shelved:
-        """Copy, digest and announce; readers may have it when this returns.
+        """:meth:`begin` and :meth:`announce`."""
+        return self.announce(self.begin(weights, version), seconds=seconds)
 
-        Raises NonFiniteError (nothing is announced), BudgetError (the GPU did not finish in time),
-        DiskError (no card could be written).
-        """
+    def begin(self, weights: Mapping[str, Tensor], version: int) -> Placed:
+        """Copy into a slot and take digests there, in the order of this thread's stream; the
+        device is not waited for, and the weights may change after this call."""
         layout = Layout.of(weights)
         slot = self._free_slot()
         flat = self._buffer(slot, layout.nbytes, next(iter(weights.values())).device)
         tensors = layout.views(flat)
         copy_all(tensors, weights)
-        taken = Digests(tensors)
-        if not wait_for(taken, time.perf_counter() + seconds):
+        return Placed(version=version, slot=slot, layout=layout, flat=flat, tensors=tensors,
+                      digests=Digests(tensors))  # fmt: skip
+
+    def announce(self, placed: Placed, *, seconds: float = SECONDS) -> Shelved:
+        """Readers may have it when this returns.
+
+        Raises NonFiniteError (nothing is announced), BudgetError (the GPU did not finish in time),
+        DiskError (no card could be written).
+        """
+        version, slot = placed.version, placed.slot
+        if not wait_for(placed.digests, time.perf_counter() + seconds):
             raise BudgetError(
                 f"version {version} was not copied and digested in {seconds:.0f} s; raise "
                 "wait_seconds, or find out what holds the device"
             )
-        digests = taken.read()
-        require_finite(tensors, taken)
+        digests = placed.digests.read()
+        require_finite(placed.tensors, placed.digests)
         card = Card(
             version=version, root=weights_root(digests), owner=os.getpid(), slot=slot,
-            handle=self._handle(slot, flat), nbytes=layout.nbytes, tensors=dict(layout.entries),
-            digests=digests,
+            handle=self._handle(slot, placed.flat), nbytes=placed.layout.nbytes,
+            tensors=dict(placed.layout.entries), digests=digests,
         )  # fmt: skip
         file = self.folder / f"{version:08d}{SUFFIX}"
         try:
@@ -148,7 +172,7 @@ class Shelf:
                 "then resume"
             ) from error
         self._held[slot] = version
-        return Shelved(card=card, file=file, flat=flat, tensors=tensors)
+        return Shelved(card=card, file=file, flat=placed.flat, tensors=placed.tensors)
 
     def close(self) -> None:
         """Take every card away and give the memory back once no reader has it open."""

@@ -36,7 +36,7 @@ def weights(value: float, device: str = "cpu") -> dict[str, Tensor]:
 
 @pytest.fixture
 def shelf(tmp_path: Path) -> Iterator[Shelf]:
-    shelf = Shelf(tmp_path, slots=2)
+    shelf = Shelf(tmp_path)
     yield shelf
     shelf.close()
 
@@ -57,12 +57,27 @@ def test_what_is_put_is_what_a_reader_installs(shelf: Shelf, tmp_path: Path) -> 
 
 def test_a_slot_is_withdrawn_before_it_is_used_again(shelf: Shelf, tmp_path: Path) -> None:
     first = shelf.put(weights(1.0), 1)
-    for version in (2, 3):
+    later = range(2, shelf.slots + 2)
+    for version in later:
+        assert not first.is_gone()
         shelf.put(weights(float(version)), version)
     assert first.is_gone()
     assert shelved(tmp_path, 1) is None
-    assert [shelved(tmp_path, version) is not None for version in (2, 3)] == [True, True]
-    assert first.flat.data_ptr() == shelved(tmp_path, 3).flat.data_ptr()  # type: ignore[union-attr]
+    assert all(shelved(tmp_path, version) is not None for version in later)
+    last = shelved(tmp_path, later[-1])
+    assert last is not None
+    assert first.flat.data_ptr() == last.flat.data_ptr()
+
+
+def test_what_is_placed_is_not_there_before_it_is_announced(shelf: Shelf, tmp_path: Path) -> None:
+    given = weights(1.0)
+    placed = shelf.begin(given, 1)
+    given["b.weight"].zero_()
+    assert shelved(tmp_path, 1) is None
+    shelf.announce(placed)
+    found = shelved(tmp_path, 1)
+    assert found is not None
+    assert bits.equal(found.tensors["b.weight"], weights(1.0)["b.weight"])
 
 
 def test_a_reader_that_comes_too_late_takes_the_file(shelf: Shelf, tmp_path: Path) -> None:
@@ -80,8 +95,8 @@ def test_a_reader_without_a_file_has_the_shelf(shelf: Shelf, tmp_path: Path) -> 
     shelf.put(weights(4.0), 1)
     read = Versions(tmp_path).read(1)
     assert read["b.weight"].sum().item() == 140.0
-    shelf.put(weights(5.0), 2)
-    shelf.put(weights(6.0), 3)
+    for version in range(2, shelf.slots + 2):
+        shelf.put(weights(5.0), version)
     assert read["b.weight"].sum().item() == 140.0  # a copy of its own
 
 
@@ -106,7 +121,7 @@ def test_a_file_of_the_shelf_is_a_file_as_any(shelf: Shelf, tmp_path: Path) -> N
 
 def test_an_earlier_runs_cards_are_gone(shelf: Shelf, tmp_path: Path) -> None:
     put = shelf.put(weights(1.0), 1)
-    Shelf(tmp_path, slots=2)
+    Shelf(tmp_path)
     assert put.is_gone()
     put.file.write_text("{")
     with pytest.raises(CapabilityError, match="no announcement"):
@@ -134,6 +149,6 @@ def test_another_process_on_a_cpu_takes_the_file(shelf: Shelf, tmp_path: Path) -
 def test_another_process_on_the_gpu_reads_the_slot(shelf: Shelf, tmp_path: Path) -> None:
     shelf.put(weights(2.0, "cuda"), 1)  # no file is there
     assert _read_elsewhere(tmp_path, 1, "cuda") == "True 70.0"
-    shelf.put(weights(3.0, "cuda"), 2)
-    shelf.put(weights(4.0, "cuda"), 3)  # over version 1
-    assert _read_elsewhere(tmp_path, 3, "cuda") == "True 140.0"
+    for version in range(2, shelf.slots + 2):
+        shelf.put(weights(4.0, "cuda"), version)  # the last one over version 1
+    assert _read_elsewhere(tmp_path, version, "cuda") == "True 140.0"
