@@ -21,11 +21,11 @@ AgentModel = Annotated[str, typer.Option(help="The provider's name of its model.
 BaseUrl = Annotated[str | None, typer.Option(help="Another endpoint of the same API.")]
 MaxTurns = Annotated[
     int | None,
-    typer.Option(help="Most answers of the model; by default 60 (40 a task). Not codex.", min=0),
+    typer.Option(help="Most answers of the model; by default 60 (40 a task); codex: none.", min=0),
 ]
 MaxTokens = Annotated[
     int | None,
-    typer.Option(help="Most tokens, in and out; by default 2 (1) million. Not codex.", min=0),
+    typer.Option(help="Most tokens, in and out; by default 2 (1) million; codex: none.", min=0),
 ]
 MaxCalls = Annotated[int | None, typer.Option(help="Most calls of any one tool.", min=0)]
 MaxMinutes = Annotated[float, typer.Option(help="Most minutes.", min=0)]
@@ -55,10 +55,9 @@ def budgets_of(
 ) -> "Budgets":  # fmt: skip
     """The options as budgets, checked. usual: turns and tokens where none are given.
 
-    What an external program cannot be held to has no usual value, and is refused where given.
+    ``codex`` has no usual ones: its log, which a limit needs, may be elsewhere.
     """
     from ..drivers.budgets import Budgets, Price
-    from ..drivers.programs import require_held
 
     if agent != "codex":
         turns, tokens = (
@@ -70,8 +69,6 @@ def budgets_of(
         price=None if price is None else Price.parse(price), waive_money=waive,
     )  # fmt: skip
     found.check()
-    if agent == "claude" or agent == "codex":
-        require_held(agent, found)
     return found
 
 
@@ -142,8 +139,11 @@ def agent_text(found: "AgentResult") -> list[object]:
         *[f"Rule broken: {rule}" for rule in outcome.rules],
         f"Transcript: {outcome.transcript}",
         f"Recipe: {found.recipe}" if found.recipe else "No recipe was written.",
-        *([f"Admitted on branch {found.branch}; next: `zm recipe pr {found.patch}`"]
-          if found.branch else []),
+        *(
+            [f"Admitted on branch {found.branch}; next: `zm recipe pr {found.patch}`"]
+            if found.branch
+            else []
+        ),
     ]
 
 

@@ -106,6 +106,12 @@ class ToolSpec:
     destructive: bool = True
 
 
+def broken_rules(text: str) -> list[str]:
+    """Rules that a tool's result names as broken."""
+    lines = (line.partition("rule broken: ") for line in text.splitlines())
+    return [rule.strip() for _, found, rule in lines if found]
+
+
 class Provider(Protocol):
     """An adapter: one request, one reply. ``name`` and ``model`` go into the transcript."""
 

@@ -7,7 +7,8 @@
 The program gets the task, the workbench's tools over stdio, and a working folder of its own. What
 it prints goes into the transcript line by line, as data. What it claims counts for nothing: the
 judge runs when it has ended. It is stopped, with all it started, when time, tokens or the calls of
-one tool are used up, and when it goes in circles.
+one tool are used up, and when it goes in circles; ``claude`` holds turns and money itself, and for
+``codex`` its log tells (``codex_log.py``).
 
 Resuming hears the record again and goes on with the program's own session, told which calls were
 under way: nothing repeats them. Where no session was told yet, nothing had happened: the task is
@@ -33,9 +34,10 @@ from typing import IO, Any
 
 from ...kernels.errors import MisalignedError, UsageError
 from .budgets import Budgets, budgets_from
+from .codex_log import CodexLog
 from .hearing import Hearing
 from .loop import EXITS, Judgement, Outcome
-from .programs import Program, command_line, go_on, require_held
+from .programs import Program, command_line, go_on
 from .transcript import Entry, Transcript, read_transcript, require_open
 from .workbench import Workbench
 
@@ -56,7 +58,6 @@ def run_program(
     UsageError: the run is over, its file is damaged, or its program still runs.
     """
     budgets.check()
-    require_held(program, budgets)
     if resumed:
         require_open(read_transcript(folder), _identity(program, task), folder)
     else:
@@ -87,6 +88,7 @@ class _Sitting:
         self.began, self.before = time.monotonic(), 0.0
         self.hearing = Hearing()
         self.exited: Entry | None = None
+        self.found = Judgement(passed=False, reason="no run")
         self.entries: list[Entry] = []
         if resumed:
             self.transcript, self.entries = Transcript.reopen(folder)
@@ -135,17 +137,17 @@ class _Sitting:
 
     def judged(self, judge: Callable[[], Judgement]) -> Judgement:
         """The judge's word on what the program left; none where nothing ran."""
-        found = judge() if self.hearing.worked else Judgement(passed=False, reason="no run")
-        self._write("verdict", found.model_dump())
-        return found
+        self.found = judge() if self.hearing.worked else self.found
+        self._write("verdict", self.found.model_dump())
+        return self.found
 
     def close(self, reason: str, detail: str) -> Outcome:
         """Write the end."""
         heard = self.hearing
         outcome = Outcome(
             reason=reason, detail=detail, turns=heard.turns, calls=heard.calls,
-            tokens=heard.usage.total, money=heard.money, seconds=self.elapsed, rules=(),
-            transcript=str(self.transcript.path),
+            tokens=heard.usage.total, money=heard.money, seconds=self.elapsed,
+            rules=rules_of(heard, self.found), transcript=str(self.transcript.path),
         )  # fmt: skip
         self._write("end", outcome.model_dump())
         return outcome
@@ -172,8 +174,12 @@ class _Sitting:
 
         def listen() -> None:
             assert process.stdout is not None
+            log = CodexLog() if self.program == "codex" else None
             for event in _events(process.stdout):
                 self.hearing.hear(self._write("stream", event).data)
+                news = log.news(self.hearing.session) if log else None
+                if news is not None:
+                    self.hearing.used(self._write("used", news).data)
                 if self.hearing.stop is not None and process.poll() is None:
                     end()
 
@@ -226,6 +232,8 @@ def hear_again(hearing: Hearing, entries: Sequence[Entry], budgets: Budgets | No
                     exited = None
             case "stream":
                 hearing.hear(entry.data)
+            case "used":
+                hearing.used(entry.data)
             case "exited":
                 hearing.worked, exited = True, entry
             case _:
@@ -246,15 +254,22 @@ def conclude(hearing: Hearing, exited: Entry | None, found: Judgement) -> tuple[
     return reason, EXITS[reason][1] + said
 
 
+def rules_of(hearing: Hearing, found: Judgement) -> tuple[str, ...]:
+    """Rules that the tools or the judge named as broken."""
+    return tuple(dict.fromkeys([*hearing.rules, *([found.rule] if found.rule else [])]))
+
+
 def replay_program(entries: Sequence[Entry]) -> Outcome:
     """A finished run from its record alone; MisalignedError when it had to end another way."""
     hearing, end = Hearing(), entries[-1].data
     exited = hear_again(hearing, entries, None)
     verdicts = [entry.data for entry in entries if entry.kind == "verdict"]
-    reason = end["reason"]
+    reason, rules = end["reason"], end["rules"]
     if reason != "cancelled":  # a person's decision, and so not in the record
-        reason, _ = conclude(hearing, exited, Judgement.model_validate(verdicts[-1]))
-    found = {"reason": reason, "turns": hearing.turns, "calls": hearing.calls,
+        verdict = Judgement.model_validate(verdicts[-1])
+        reason, _ = conclude(hearing, exited, verdict)
+        rules = list(rules_of(hearing, verdict))
+    found = {"reason": reason, "turns": hearing.turns, "calls": hearing.calls, "rules": rules,
              "tokens": hearing.usage.total, "money": hearing.money}  # fmt: skip
     for name, value in found.items():
         if end[name] != value:

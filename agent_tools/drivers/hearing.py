@@ -15,7 +15,9 @@ part; from 2.1.277 on also what the session had saved at its orderly end, which 
 has not, so a sum over sittings may count too much and never too little. ``codex exec --json`` tells
 ``thread_id`` in ``thread.started``, and in the ``turn.completed`` that ends it the usage of the
 whole thread, earlier sittings included; its item ids begin anew in each sitting
-(codex-rs/exec/src/exec_events.rs, event_processor_with_jsonl_output.rs).
+(codex-rs/exec/src/exec_events.rs, event_processor_with_jsonl_output.rs). What it used before its
+end is read from its log (``codex_log.py``); where a limit needs that and the log tells nothing
+within :data:`PATIENCE` items, the run ends.
 """
 
 import json
@@ -24,8 +26,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from .budgets import Budgets, Spent, Stall
-from .conversation import Call, Returned, Usage
+from .budgets import Budgets, Stall
+from .conversation import Call, Returned, Usage, broken_rules
 
 SERVER = "zero-mismatch"
 OURS = f"mcp__{SERVER}__"
@@ -35,7 +37,9 @@ ENDS = {"error_max_turns": "budget-turns", "error_max_budget_usd": "budget-money
 WORKS = ("mcp_tool_call", "command_execution", "file_change", "web_search", "collab_tool_call")
 """Items of ``codex`` that do something."""
 SESSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z_.:-]{0,127}")
+RESULTS = ("result", "error", "aggregated_output", "exit_code", "changes")
 SHOWN = 200
+PATIENCE = 3
 
 
 @dataclass(slots=True)
@@ -71,6 +75,10 @@ class Hearing:
         """The last words that were no event, or told an error."""
         self.budgets = Budgets()
         self.called: Counter[str] = Counter()
+        self.rules: list[str] = []
+        """Rules that the workbench's tools named as broken."""
+        self._logged = 0
+        self._items = 0
         self._made: dict[str, Call] = {}
         self._open: dict[str, str] = {}
         self._untold: list[str] = []
@@ -82,8 +90,8 @@ class Hearing:
         self.budgets = self._stall.budgets = budgets
         self._sittings.append(_Sitting())
         self._untold = self.pending
-        self._open, self._made, self.end, self.said = {}, {}, "", ""
-        limits: tuple[tuple[Spent, float, float | None], ...] = (
+        self._open, self._made, self.end, self.said, self._items = {}, {}, "", "", 0
+        limits: tuple[tuple[str, float, float | None], ...] = (
             ("budget-turns", self.turns, budgets.turns),
             ("budget-tokens", self.usage.total, budgets.tokens),
             ("budget-money", self.money or 0.0, budgets.money),
@@ -109,7 +117,9 @@ class Hearing:
     @property
     def turns(self) -> int:
         """As the program counts them, or its steps where it has not said."""
-        return sum(len(each.steps) if each.turns is None else each.turns for each in self._sittings)
+        return self._logged or sum(
+            len(each.steps) if each.turns is None else each.turns for each in self._sittings
+        )
 
     @property
     def money(self) -> float | None:
@@ -129,12 +139,27 @@ class Hearing:
         """Calls of tools that it began."""
         return self.called.total()
 
-    def _spent(self) -> Spent | None:
-        """The budget that its words show to be used up while it runs."""
-        if self.budgets.tokens is not None and self.usage.total >= self.budgets.tokens:
+    def _spent(self) -> str | None:
+        """The budget that is used up while it runs; ``claude`` holds turns and money itself."""
+        held = self.budgets
+        if held.tokens is not None and self.usage.total >= held.tokens:
             return "budget-tokens"
-        most, limit = max(self.called.values(), default=0), self.budgets.calls
-        return "budget-calls" if limit is not None and most > limit else None
+        if self._logged and held.turns is not None and self.turns >= held.turns:
+            return "budget-turns"
+        if self._logged and held.money is not None and (self.money or 0.0) >= held.money:
+            return "budget-money"
+        if held.calls is not None and max(self.called.values(), default=0) > held.calls:
+            return "budget-calls"
+        limited = (held.turns, held.tokens, held.money) != (None, None, None)
+        blind = limited and not self._logged and self._items >= PATIENCE
+        return "budget-unheld" if blind else None
+
+    def used(self, news: dict[str, Any]) -> None:
+        """What the log of ``codex`` tells of the whole thread."""
+        now = self._sittings[-1]
+        now.total, now.thread = _usage(news.get("usage")), True
+        self._logged = _number(news.get("steps"), self._logged)
+        self.stop = self.stop or self._spent()
 
     # -- one line of output ----------------------------------------------------------------------
 
@@ -195,8 +220,9 @@ class Hearing:
         call = self._begun(item.get("id"), f"{OURS}{name}" if ours else name, given)
         if not done:
             return None
-        results = ("result", "error", "aggregated_output", "exit_code", "changes")
-        text = _text({key: item[key] for key in results if key in item})
+        self._items += 1
+        told = [item.get(key) for key in RESULTS]
+        text = "\n".join(_text(part) for part in told if part is not None)
         self._returned(call, text, item.get("status") == "failed")
         return self._stall.turn()
 
@@ -206,7 +232,8 @@ class Hearing:
             arguments = given if isinstance(given, dict) else {"given": given}
             self._made[key] = Call(id=key, name=name, arguments=arguments)
             self.called[name] += 1
-            self._open[key] = f"{name.removeprefix(OURS)} {_text(given)[:SHOWN]}"
+            shown = "" if given is None else _text(given)[:SHOWN]
+            self._open[key] = f"{name.removeprefix(OURS)} {shown}"
         return key
 
     def _returned(self, key: str, text: str, failed: bool) -> None:
@@ -216,6 +243,7 @@ class Hearing:
         answer = Returned(id=key, text=text, is_error=failed)
         if call.name.startswith(OURS):
             self._stall.note(call, answer, made=True)
+            self.rules += [rule for rule in broken_rules(text) if rule not in self.rules]
         else:  # its own tools may be asked the same again: files change, and a shell is waited for
             self._stall.heard(answer)
 
@@ -226,6 +254,11 @@ def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _text(value: object) -> str:
+    """The words of a result or an error; JSON where it has another shape."""
+    if isinstance(value, dict):
+        value = value.get("content") or value.get("message") or value.get("text") or value
+    if isinstance(value, list) and all(isinstance(part, dict | str) for part in value):
+        return "\n".join(_text(part) for part in value)
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
 
 

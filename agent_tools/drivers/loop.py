@@ -31,6 +31,7 @@ from .conversation import (
     ToolSpec,
     Turn,
     Usage,
+    broken_rules,
     compact,
 )
 from .transcript import Transcript
@@ -48,6 +49,7 @@ EXITS: dict[str, tuple[int, str]] = {
     "budget-money": (5, "all money is used up"),
     "budget-time": (5, "the time is used up"),
     "budget-calls": (5, "all calls of one tool are used up"),
+    "budget-unheld": (4, "no log of codex tells what it uses: set CODEX_HOME, or drop its limits"),
     "key-refused": (4, "the provider refused the key"),
     "rate-limited": (4, "the provider's rate limit held for all retries"),
     "unreachable": (4, "the provider could not be reached, or failed on all retries"),
@@ -304,10 +306,7 @@ class Run:
         self._write("told", {"text": text})
 
     def _learn(self, answer: Returned) -> None:
-        for line in answer.text.splitlines():
-            _, found, rule = line.partition("rule broken: ")
-            if found and rule not in self.rules:
-                self.rules.append(rule.strip())
+        self.rules += [rule for rule in broken_rules(answer.text) if rule not in self.rules]
 
     async def _judged(self) -> Judgement:
         self.job.progress("the gates judge")

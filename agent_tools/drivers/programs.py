@@ -5,8 +5,7 @@
 Both keep their sessions themselves, ``claude`` for each working folder, and take the name that
 they told: ``claude -p PROMPT --resume ID``, and ``codex exec OPTIONS resume ID PROMPT``, where
 options of ``exec`` stand before the word. The working folder is ours and new, so ``codex`` need not
-find a git repository there (``--skip-git-repo-check``). A budget that a program gives no means to
-hold is refused.
+find a git repository there (``--skip-git-repo-check``).
 
 Left out: their permission to run commands, which is the person's to give.
 """
@@ -18,32 +17,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from ...kernels.errors import CapabilityError, UsageError
+from ...kernels.errors import CapabilityError
 from ...kernels.files import replace_whole
-from .budgets import Budgets
 from .hearing import SERVER
 from .workbench import Workbench
 
 Program = Literal["claude", "codex"]
 PROGRAMS: tuple[Program, ...] = ("claude", "codex")
 PLUGIN = Path(__file__).parents[2] / "skill"
-NOT_HELD: dict[Program, tuple[str, ...]] = {"claude": (), "codex": ("turns", "tokens", "money")}
-"""Budgets that nothing enforces while the program runs."""
 GO_ON = "The run was interrupted. Go on with the task where you left it."
 PENDING = (
     "These calls were under way, and whether they took effect is not known:\n{calls}\nThey were "
     "not repeated. Look at the state with a reading tool before you make one of them again."
 )
-
-
-def require_held(program: Program, budgets: Budgets) -> None:
-    """UsageError for a budget that could only be read off when it is spent."""
-    for name in NOT_HELD[program]:
-        if getattr(budgets, name):
-            raise UsageError(
-                f"{program} has no limit on {name} and tells what it used only when it has ended; "
-                f"leave out --max-{name}, and use --max-minutes and --max-calls"
-            )
 
 
 def go_on(pending: Sequence[str]) -> str:

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from zeromismatch.agent_tools.cli import run
 from zeromismatch.agent_tools.commands.agent import budgets_of
 from zeromismatch.agent_tools.drivers.budgets import Budgets, Price
 from zeromismatch.agent_tools.drivers.external import run_program
@@ -17,7 +16,7 @@ from zeromismatch.agent_tools.drivers.programs import Program, stdio_command
 from zeromismatch.agent_tools.drivers.resume import replay
 from zeromismatch.agent_tools.drivers.transcript import read_transcript
 from zeromismatch.agent_tools.drivers.workbench import Workbench
-from zeromismatch.kernels.errors import CapabilityError, UsageError
+from zeromismatch.kernels.errors import CapabilityError
 
 FREE = {
     "claude": Budgets(waive_money=True, seconds=60, turns=7),
@@ -204,23 +203,80 @@ def test_the_programs_last_word_on_tokens_counts(path: Path, bench: Workbench, t
     assert run_program(*given, judge=lambda: RED).tokens == 1100
 
 
+LOGS = """
+place = os.path.join(os.environ["CODEX_HOME"], "sessions", "2026", "11", "30")
+os.makedirs(place)
+log = open(os.path.join(place, "rollout-2026-11-30T18-40-00-" + "THREAD" + ".jsonl"), "w")
+print(json.dumps({"type": "thread.started", "thread_id": "THREAD"}), flush=True)
+for n in (1, 2, 2, 3, 4):
+    told = {"total_token_usage": {"input_tokens": 90 * n, "output_tokens": 10 * n}}
+    event = {"type": "event_msg", "payload": {"type": "token_count", "info": told}}
+    log.write("no json token_count\\n" + json.dumps(event) + "\\n")
+    log.flush()
+    item = {"id": f"i{n}", "type": "web_search", "query": str(n)}
+    print(json.dumps({"type": "item.completed", "item": item}), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "steps"), [("turns", 2, 2), ("tokens", 250, 3), ("money", 0.3, 3)]
+)
+def test_codex_is_held_to_its_limits_by_its_log(
+    name: str, most: float, steps: int, path: Path, bench: Workbench, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):  # fmt: skip
+    monkeypatch.setenv("CODEX_HOME", str(tmp_path / "home"))
+    install(path, "codex", LOGS)
+    given = {"turns": None, "tokens": None, name: most}
+    budgets = Budgets(waive_money=True, price=Price(input=1000, output=1000), seconds=20, **given)
+    found = run_program("codex", "t", bench, budgets, tmp_path / "a", judge=lambda: RED)
+    assert (found.reason, found.exit_code) == (f"budget-{name}", 5)
+    assert (found.turns, found.tokens) >= (steps, 100 * steps)
+    assert found.turns * 100 == found.tokens
+    assert replay(tmp_path / "a") == found
+
+
 @pytest.mark.parametrize("name", ["turns", "tokens", "money"])
-def test_a_budget_that_codex_cannot_be_held_to_is_refused(
-    path: Path, bench: Workbench, tmp_path: Path, name: str
+def test_a_limit_that_no_log_holds_ends_codex(
+    path: Path, bench: Workbench, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ):
-    install(path, "codex", "open('started', 'w')")
+    monkeypatch.setenv("CODEX_HOME", str(tmp_path / "home"))
+    said = LOGS.replace("token_count", "other")
+    install(path, "codex", said)
     given = {"turns": None, "tokens": None, name: 7}
-    budgets = Budgets(waive_money=True, price=Price(input=1, output=1), **given)
-    with pytest.raises(UsageError, match=f"leave out --max-{name}"):
-        run_program("codex", "t", bench, budgets, tmp_path / "a", judge=lambda: GREEN)
-    assert not (tmp_path / "a").exists()
+    budgets = Budgets(waive_money=True, price=Price(input=1, output=1), seconds=20, **given)
+    found = run_program("codex", "t", bench, budgets, tmp_path / "a", judge=lambda: RED)
+    assert (found.reason, found.exit_code) == ("budget-unheld", 4)
+    assert "CODEX_HOME" in found.detail
+    nothing = Budgets(waive_money=True, price=budgets.price, **given | {name: 0})
+    found = run_program("codex", "t", bench, nothing, tmp_path / "b", judge=lambda: GREEN)
+    assert (found.reason, (tmp_path / "b" / "workspace").exists()) == (f"budget-{name}", False)
 
 
-def test_the_options_are_the_budgets(capsys: pytest.CaptureFixture[str]):
+@programs
+def test_a_rule_that_a_tool_named_is_in_the_outcome(
+    program: Program, path: Path, bench: Workbench, tmp_path: Path
+):
+    text = "refused, nothing was written\nrule broken: imports: os\n"
+    content = [{"type": "text", "text": text}]
+    if program == "codex":
+        item = {"id": "i", "type": "mcp_tool_call", "server": "zero-mismatch", "tool": "admit",
+                "result": {"content": content}}  # fmt: skip
+        events = [{"type": "item.completed", "item": item}]
+    else:
+        back = {"type": "tool_result", "tool_use_id": "1-0", "content": content}
+        events = [step(1, 20, "mcp__zero-mismatch__admit"),
+                  {"type": "user", "message": {"content": [back]}}]  # fmt: skip
+    install(path, program, "".join(f"print({json.dumps(json.dumps(e))})\n" for e in events))
+    red = Judgement(passed=False, reason="r", rule="bits")
+    found = run_program(program, "t", bench, FREE[program], tmp_path / "a", judge=lambda: red)
+    assert found.rules == ("imports: os", "bits")
+    assert replay(tmp_path / "a") == found
+
+
+def test_the_options_are_the_budgets():
     given = {"minutes": 1.0, "money": None, "price": None, "waive": True, "usual": (60, 9)}
     for agent, turns, tokens in (("claude", 60, 9), ("openai", 60, 9), ("codex", None, None)):
         found = budgets_of(agent, None, None, 4, **given)
         assert (found.turns, found.tokens, found.calls) == (turns, tokens, 4)
-    words = ["align", "tiny:llama", "--agent", "codex", "--waive-money", "--max-tokens", "9"]
-    assert run(words) == 2
-    assert "leave out --max-tokens" in capsys.readouterr().err

@@ -158,11 +158,23 @@ def test_budgets_count_over_both_parts(path: Path, go: Go, tmp_path: Path):
     assert (found.reason, argv(folder)) == ("budget-calls", [])
 
 
-def test_codex_tells_the_whole_thread_and_it_is_counted_once(path: Path, go: Go, tmp_path: Path):
+def test_codex_tells_the_whole_thread_and_it_is_counted_once(
+    path: Path, go: Go, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     install(path, "codex")
     folder = record(tmp_path / "run", "codex", story("codex"))
     found = go("codex", folder)
     assert (found.tokens, found.calls, found.turns) == (330, 2, 2)
+    monkeypatch.setenv("CODEX_HOME", str(tmp_path / "home"))
+    log = tmp_path / "home" / "sessions" / "2026" / "11" / "30" / f"rollout-x-{ID}.jsonl"
+    log.parent.mkdir(parents=True)
+    sums = ({"input_tokens": 100 * n, "output_tokens": 10 * n} for n in (1, 1, 2, 3))
+    infos = ({"type": "token_count", "info": {"total_token_usage": each}} for each in sums)
+    log.write_text("".join(json.dumps({"payload": each}) + "\n" for each in infos) + "half a li")
+    folder = record(tmp_path / "logged", "codex", story("codex")[:5])
+    found = go("codex", folder, Budgets(waive_money=True, turns=9, tokens=None))
+    assert (found.reason, found.tokens, found.turns) == ("passed", 330, 3)
+    assert replay(folder) == found
 
 
 @programs
