@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..kernels import bits
+from ..model_recipes.models import LoadedModel
 from .compare import ABSENT, DIFFERENT, Comparison
 from .records import Anchor, Misalignment
 from .reported import foreign_logprob
@@ -131,3 +132,10 @@ def locate_weight(left: nn.Module, right: nn.Module, name: str) -> tuple[int, ..
     with torch.no_grad():
         difference = bits.first_difference(mine, theirs)
     return None if difference is None else difference.coordinate
+
+
+def addresses(model: LoadedModel) -> dict[str, int]:
+    """Where every tensor lies, those included that no checkpoint holds (rotary frequencies)."""
+    module = model.module
+    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
+    return {name: tensor.data_ptr() for name, tensor in tensors.items()}

@@ -227,6 +227,7 @@ PRECEDENCE: tuple[CauseName, ...] = (
     "padding read",
     "stale or wrong state",
     "tie-break",
+    "wrong formula",
     "intermediate dtype",
     "rounding point",
     "reduction order",

@@ -26,6 +26,7 @@ CauseName = Literal[
     "batch leak",
     "padding read",
     "nondeterminism",
+    "wrong formula",
     "model-defined",
     "unclassified",
 ]

@@ -103,7 +103,7 @@ def heads_in_turn(right: Kernel, q: Tensor, k_pages: Tensor, *rest: Any) -> Any:
 
 
 class CapturedTable:
-    """W01: a graph goes on reading the page table that it was captured with."""
+    """W01t: a graph goes on reading the page table that it was captured with."""
 
     def __init__(self) -> None:
         self.captured: Tensor | None = None

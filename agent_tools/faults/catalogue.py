@@ -5,8 +5,9 @@
 
 ``by`` says how a fault must be found: ``operator`` (localizer: class and cause), ``anchor``
 (localizer: MISALIGNED, by what), ``published`` (the same, after new weights were published to both
-sides), ``sampled`` (the anchor, on a rollout that samples), ``refused`` (an action that the engine
-must refuse), ``certified`` (the sweep that admits kernels).
+sides), ``moved`` (storage addresses before and after a publication), ``sampled`` (the anchor, on a
+rollout that samples), ``refused`` (an action that the engine must refuse), ``certified`` (the sweep
+that admits kernels, and why it refused this one).
 """
 
 import contextlib
@@ -14,9 +15,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ...kernels import dispatch
-from ...kernels.certify import load_operators
-from ...kernels.contract import contracts
 from ...kernels.errors import UsageError
 from ...model_recipes.bindings import device_kind, dtype_name
 from ...model_recipes.models import LoadedModel
@@ -26,11 +24,11 @@ from ...trainer.engines.base import Step
 from ..records import CauseName
 from . import attention, engines, operators
 from .engines import Planting
-from .gradients import AtomicSum, weight_twice
 from .kernels import KERNELS
 from .mechanism import Wrap, faulty_kernel
+from .sweep import contract_of, planted_in
 
-By = Literal["operator", "anchor", "published", "sampled", "refused", "certified"]
+By = Literal["operator", "anchor", "published", "moved", "sampled", "refused", "certified"]
 
 NORM = "model.layers.1.input_layernorm"
 DOWN = "model.layers.0.mlp.down_proj"
@@ -72,7 +70,7 @@ class Fault:
         """Who must name it, in a few words."""
         if self.by == "operator":
             return f"{self.op_class}: {self.cause}"
-        return f"{self.by}: {self.expect}"
+        return f"{self.by}: {self.expect}" + (f": {self.cause}" if self.cause else "")
 
 
 def _at(op_class: str, wrap: Callable[[], Wrap], path: str | None = None) -> Planting:
@@ -128,21 +126,16 @@ def _eight_bits(model: LoadedModel) -> contextlib.AbstractContextManager[None]:
     return engines.while_decoding(paged_batch, "write_kv", change)
 
 
-def _certified(name: str, line: str, source: str, op: str, wrap: Any) -> Fault:
+def _certified(name: str, line: str, source: str, op: str, cause: CauseName) -> Fault:
+    """A fault of a kernel that ``sweep.py`` has."""
+
     def planted(model: LoadedModel) -> contextlib.AbstractContextManager[None]:
-        contract = contract_of(op, model)
-        right, faulty = dispatch.choose(contract).run, wrap() if isinstance(wrap, type) else wrap
-        return dispatch.substituted(contract, lambda *given: faulty(right, *given))
+        kind = dtype_name(model.dtype), device_kind(model.device)
+        return planted_in(name, contract_of(op, *kind))
 
-    return Fault(id=name, line=line, source=source, by="certified", expect=op, planting=planted)
-
-
-def contract_of(op: str, model: LoadedModel) -> str:
-    """The contract of an operator, gradients included, for a model's dtype and device."""
-    load_operators()
-    dtype = "float32" if op == "topk" else dtype_name(model.dtype)
-    kind = {"dtype": dtype, "device": device_kind(model.device)}
-    return [each.id for each in contracts(op=op, **kind)][-1]
+    return Fault(
+        id=name, line=line, source=source, by="certified", expect=op, cause=cause, planting=planted
+    )
 
 
 _BY_KERNEL = (
@@ -158,7 +151,7 @@ _BY_KERNEL = (
     _operator("B05", "the stock product depends on the number of rows", "pytorch #136338",
               "linear", "reduction order", site=OUT),
     _certified("B06", "each thread sums its part of a row", "pytorch #88718",
-               "rmsnorm", operators.sum_by_threads),
+               "rmsnorm", "reduction order"),
     _operator("B08", "the number of KV splits follows the whole batch", "flash-attention #1897",
               "attention", "reduction order", sides=DECODE),
     _operator("B10", "timing chooses the tile", "triton #9368",
@@ -172,7 +165,7 @@ _BY_KERNEL = (
           planting=_boundaries),
     _operator("C02", "a cache hit takes another attention path", "sglang #34683",
               "attention", "reduction order", sides=HITS),
-    _operator("W01", "a graph reads the page table of its capture", "vllm-ascend PR #7473",
+    _operator("W01t", "a graph reads the page table of its capture", "vllm-ascend PR #7473",
               "attention", "stale or wrong state", sides=ROWS),
     Fault(id="Q01", line="decoded keys are kept in eight bits", source="sglang PR #31086",
           by="operator", op_class="kv_write", cause="intermediate dtype", sides=DECODE,
@@ -189,15 +182,15 @@ _BY_KERNEL = (
     _operator("M06", "query heads read the wrong key head", "FreeToken PR #177",
               "attention", "stale or wrong state", sides=DECODE),
     _certified("T01", "equal scores: whichever expert comes first", "torchtitan #3336",
-               "topk", operators.any_tied_expert),
+               "topk", "tie-break"),
     _certified("T02", "grouped top-k prefers the later of two equals", "vllm PR #55514",
-               "topk", operators.last_tied_group),
+               "topk", "tie-break"),
     _certified("R03", "expert outputs added in the order of their ranks", "vllm PR #45683",
-               "combine", operators.slots_by_owner),
+               "combine", "reduction order"),
     _certified("G01", "the gradient adds parts in any order", "flash-attention #414",
-               "linear_grad_input", AtomicSum),
+               "linear_grad_input", "nondeterminism"),
     _certified("G03", "the norm's weight counts twice in dX", "Megatron-LM PR #6859",
-               "rmsnorm_grad", weight_twice),
+               "rmsnorm_grad", "wrong formula"),
 )  # fmt: skip
 
 
@@ -233,6 +226,8 @@ _BY_ENGINE = (
             "a hit across a publication", engines.stale_prefixes, "refused"),
     _anchor("S02", "version counted up, weights never arrived", "trl PR #5932", "weights",
             engines.on_install(engines.nothing_arrives), "published"),
+    _anchor("W01", "a derived buffer is made anew, a graph keeps the old one",
+            "vllm-ascend PR #7473", "model.rotary_emb.inv_freq", engines.buffer_made_anew, "moved"),
     _anchor("W04", "the second chunk restores the first", "SkyRL #1680", "weights",
             engines.on_install(engines.second_chunk_restores), "published"),
     _anchor("W05", "missing names are only logged", "sglang PR #9663", "a partial publication",

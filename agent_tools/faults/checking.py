@@ -7,34 +7,29 @@ Without a fault nothing may be named. ``zm`` has no command for it: gates and te
 """
 
 import contextlib
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
 
-from ...kernels import dispatch
 from ...kernels.attention import PAGE
-from ...kernels.certify import cases_of
-from ...kernels.contract import get_contract
 from ...kernels.errors import ZeroMismatchError
-from ...kernels.trial import Trial, outputs
-from ...model_recipes.bindings import dtype_name
+from ...model_recipes.bindings import device_kind, dtype_name
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import aligned_plan
 from ...model_recipes.state import named_state
 from ...trainer.engines.base import Hit, Policy, Request, Sampling, Scenario, Schedule, Slice, Step
 from ...trainer.engines.packed import PackedEngine
 from ...trainer.engines.paged import PagedEngine
+from ..anchor import addresses
 from ..localize import Options, localize
 from ..records import Divergence, Record
 from ..rollouts import compare_tokens
 from ..scenarios import random_requests
 from ..sides import Side
-from .catalogue import ROWS, By, Fault, contract_of, fault_named, plant
+from .catalogue import ROWS, By, Fault, fault_named, plant
+from .sweep import swept
 
-CASES = 6
-"""Cases of a kernel's sweep that are enough for these faults."""
 TEMPERATURE = 0.7
 GROWTH = 1.0078125
 """New weights are the old ones times this."""
@@ -141,6 +136,17 @@ def _published(
                 tensor.copy_(old[name])
 
 
+def _moved(fault: Fault, model: LoadedModel, requests: Sequence[Request], planted: bool) -> Caught:
+    """Publish the same weights; every tensor must lie where it lay, buffers included."""
+    before = addresses(model)
+    with contextlib.closing(PagedEngine(model, aligned_plan(model.dtype, model.device))) as engine:
+        engine.publish(dict(named_state(model.module)), 1)
+    after = addresses(model)
+    moved = [name for name, address in before.items() if after[name] != address]
+    detail = f"{len(moved)} of {len(before)} tensors lie elsewhere after the publication"
+    return _caught(fault, planted, [f"{fault.by}: {name}" for name in moved], detail)
+
+
 def _sampled(
     fault: Fault, model: LoadedModel, requests: Sequence[Request], planted: bool
 ) -> Caught:
@@ -195,22 +201,18 @@ def _refused(
 def _certified(
     fault: Fault, model: LoadedModel, requests: Sequence[Request], planted: bool
 ) -> Caught:
-    """Offer the kernel that serves to the sweep that admits kernels, thread counts included."""
+    """Offer the kernel that serves to the sweep that admits kernels (``sweep.py``)."""
     assert fault.expect is not None
-    contract = get_contract(contract_of(fault.expect, model))
-    trial = Trial(implementation=dispatch.choose(contract.id))
-    reference = dispatch.reference(contract.id).run
-    for case in itertools.islice(cases_of(contract, quick=True, seed=0), CASES):
-        if trial.reason is None:
-            trial.run_case(case, outputs(reference(*case.arguments)), quick=False)
-    named = [f"{fault.by}: {fault.expect}"] if trial.reason else []
-    return _caught(fault, planted, named, trial.reason or "")
+    found = swept(fault.expect, dtype_name(model.dtype), device_kind(model.device))
+    named = [] if found.named is None else [f"{fault.by}: {found.named}"]
+    return _caught(fault, planted, named, found.detail)
 
 
 _CHECKS: dict[By, Callable[[Fault, LoadedModel, Sequence[Request], bool], Caught]] = {
     "operator": _localized,
     "anchor": _localized,
     "published": _published,
+    "moved": _moved,
     "sampled": _sampled,
     "refused": _refused,
     "certified": _certified,

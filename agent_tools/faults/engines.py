@@ -192,6 +192,21 @@ def second_chunk_restores(weights: Weights, staged: Mapping[str, Tensor]) -> Non
 
 
 @contextlib.contextmanager
+def buffer_made_anew(model: LoadedModel) -> Generator[None]:
+    """W01: what was derived on loading is derived again; a captured graph reads the old one."""
+    right = Weights.install
+
+    def install(self: Weights, publish: Publish) -> None:
+        right(self, publish)
+        if self.loaded is model:
+            rotary = cast(Any, model.module).model.rotary_emb
+            rotary.inv_freq = rotary.inv_freq.clone()
+
+    with replaced(Weights, "install", install):
+        yield
+
+
+@contextlib.contextmanager
 def missing_names_logged(model: LoadedModel) -> Generator[None]:
     """W05: tensors that a publication lacks stay as they are, without an error."""
     right = Weights._check  # pyright: ignore[reportPrivateUsage]

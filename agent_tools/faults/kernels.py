@@ -24,7 +24,7 @@ KERNELS: Mapping[str, Callable[[], Wrap]] = {
     "B10": operators.Autotuned,
     "P01": lambda: attention.larger_tile_in_decode,
     "C02": lambda: attention.other_path_after_a_hit,
-    "W01": attention.CapturedTable,
+    "W01t": attention.CapturedTable,
     "R01": lambda: operators.shards_by_message_size,
     "L04": lambda: operators.bf16_logits,
     "M06": lambda: attention.heads_in_turn,

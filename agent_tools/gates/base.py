@@ -6,7 +6,7 @@ which verdicts still mean something after a red one.
 
     fail            something differs
     inconclusive    nothing differs, but a part compared nothing, a precondition did not occur, a
-                    red control stayed green, or the check could not run
+                    red control stayed green or touches over 1 % of rows, or the check could not run
     not-applicable  the recipe makes no such claim
     pass            everything else
 
@@ -18,6 +18,7 @@ that was edited is named, not believed. Left out: running (``run.py``) and the c
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
@@ -35,6 +36,7 @@ from ..rollouts import TokenCount
 if TYPE_CHECKING:
     from .bench import Bench
 
+SHARE = re.compile(r"(\d+) of (\d+) rows")
 Verdict = Literal["pass", "fail", "inconclusive", "not-attributable", "not-applicable"]
 
 
@@ -75,6 +77,12 @@ class Control(Record):
     compared: int
     differing: int
     red: bool
+
+    @property
+    def crude(self) -> bool:
+        """It spoils more than one row of a hundred: what sees that may be blind to less."""
+        counts = SHARE.match(self.touches)
+        return counts is not None and 100 * int(counts[1]) > int(counts[2])
 
 
 class GateResult(Record):
@@ -156,6 +164,10 @@ class GateReport(Record):
     environment_digest: str
     requests_digest: str
     """Digest of the prompts that the gates ran on."""
+    size: dict[str, int] = Field(default_factory=dict[str, int])
+    """How much was done: requests, tokens of a reply, random schedules, backward passes ..."""
+    share: float = 1.0
+    """Of what is done on a small model (``budget.py``)."""
     gates: tuple[GateResult, ...]
     created: str
     seconds: float
@@ -253,6 +265,9 @@ def judge(found: Findings | GateResult) -> tuple[Verdict, str]:
     blind = [entry.name for entry in found.controls if not entry.red]
     if blind or not found.controls:
         return "inconclusive", f"no red control turned red: {', '.join(blind) or 'none ran'}"
+    crude = [f"{entry.name} touches {entry.touches}" for entry in found.controls if entry.crude]
+    if crude:
+        return "inconclusive", f"a red control touches over 1 %: {', '.join(crude)}"
     return "pass", f"{sum(part.compared for part in found.parts)} comparisons, none differs"
 
 
@@ -292,6 +307,8 @@ def digest_of(report: GateReport) -> str:
     plain = json.loads(report.model_dump_json(exclude={"digest"}))
     if report.request.recipe is None:
         del plain["request"]["recipe"]  # reports from before there was such a field
+    if not report.size:
+        del plain["size"], plain["share"]  # likewise
     text = json.dumps(plain, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 

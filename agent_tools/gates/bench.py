@@ -11,6 +11,7 @@ sampled rollout, each request alone, the trainer's packed forward) are made once
 Left out: any verdict (``base.py``).
 """
 
+import copy
 import functools
 import hashlib
 import json
@@ -22,6 +23,7 @@ from typing import Literal, cast
 
 import torch
 
+from ...kernels.attention import PAGE
 from ...kernels.errors import InconclusiveError, UsageError
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
@@ -37,7 +39,7 @@ from ..records import Divergence
 from ..rollouts import TokenCount
 from ..sides import Side
 
-BACKWARD_TOKENS = 48
+BACKWARD_TOKENS = 40
 """Leading tokens of a request that a backward pass runs on."""
 STEP_TOKENS = 96
 """Rows in one rollout step: few enough that prompts are chunked."""
@@ -48,7 +50,7 @@ class Size:
     """How much each gate does. reply: sampled tokens per request. long: tokens of the long one.
 
     phase_requests: how many requests C4 takes through every phase; fuzz_requests: through random
-    schedules.
+    schedules. timed: how many C10 times. ``budget.py`` makes it smaller for large models.
     """
 
     requests: int
@@ -61,6 +63,7 @@ class Size:
     rounds: int
     training_steps: int
     phase_requests: int = 8
+    timed: int = 8
 
 
 QUICK = Size(
@@ -149,7 +152,12 @@ class Bench:
             self._current.engines = None
 
     def fresh(self) -> LoadedModel:
-        """The same model loaded once more."""
+        """The model once more, in memory of its own and without a plan."""
+        if self.model.device.type == "cpu":
+            return replace(self.pristine, module=copy.deepcopy(self.pristine.module))
+        return self._loaded()
+
+    def _loaded(self) -> LoadedModel:
         dtype = cast(Literal["float32", "bfloat16"], dtype_name(self.model.dtype))
         return load_model(
             self.model.spec, dtype=dtype, device=str(self.model.device), seed=self.seed
@@ -157,8 +165,8 @@ class Bench:
 
     @functools.cached_property
     def pristine(self) -> LoadedModel:
-        """A second copy of the model that never carries the plan being gated."""
-        return self.fresh()
+        """The model loaded a second time; it never carries the plan being gated."""
+        return self._loaded()
 
     @functools.cached_property
     def sampled(self) -> Run:
@@ -177,9 +185,19 @@ class Bench:
         return tuple(cut(each, min(BACKWARD_TOKENS, len(each.tokens))) for each in few)
 
     def policy(self) -> Policy:
-        """Chunked prompts, shared steps, and too few pages for all requests at once."""
+        """Chunked prompts, shared steps, and too few pages for all requests at once.
+
+        Replies shorter than a page need a new one seldom: then there is room for one request and
+        what another does not share with it, and the longest prompt does not fit a step.
+        """
         lengths = [len(r.tokens) + r.sampling.max_new_tokens for r in self.prompts]
-        pages = [-(-length // 16) for length in lengths]
+        pages = [-(-length // PAGE) for length in lengths]
+        if self.size.reply < PAGE:
+            longest = max(len(request.tokens) for request in self.prompts)
+            return Policy(
+                max_step_tokens=min(STEP_TOKENS, max(PAGE, longest * 3 // 4)),
+                num_pages=max(pages) + 2,
+            )
         part, of = (1, 2) if recurrent_chunks(self.model.module) else (5, 9)  # chunks grow seldom
         num_pages = max(max(pages), sum(pages) * part // of)
         return Policy(max_step_tokens=STEP_TOKENS, num_pages=num_pages)
@@ -189,6 +207,27 @@ class Bench:
         """Every request whole, in a step of its own: what everything is compared with."""
         requests = self.requests
         return self.on().run("alone", requests)
+
+    @functools.cached_property
+    def mixed(self) -> Run:
+        """All requests together: prompts in chunks beside decodes."""
+        requests = self.requests
+        return self.on().run("mixed", requests)
+
+    @functools.cached_property
+    def stock_attention(self) -> tuple[TokenCount, TokenCount]:
+        """A red control: stock attention's decode against its whole prompts and its trainer.
+
+        A long request is among them: a fused kernel that holds all keys of a short one in a single
+        tile (128 of them at head size 64 on an H200) gives decode the bits of the whole prompt.
+        """
+        from .scale import long_request
+
+        few = (*self.requests[:2], long_request(self.requests, self.size.long))
+        red = self.on(with_stock(self.plan, "attention"))
+        decoded = red.run("decode", few)
+        whole, packed = red.run("alone", few), red.pack(few)
+        return compare_scored(decoded, whole), compare_scored(decoded, packed)
 
     @functools.cached_property
     def packed(self) -> Run:

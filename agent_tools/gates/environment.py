@@ -14,6 +14,7 @@ from ...kernels.contract import get_contract
 from ...model_recipes.bindings import COPY, POINTWISE
 from ...model_recipes.state import state_digest
 from ...trainer.engines.base import SiteCall
+from ..align import shorten
 from ..flips import flipped_weight
 from ..selftest import self_test
 from ..sides import Runner, Side
@@ -126,7 +127,7 @@ def _changed(before: dict[str, str], bench: Bench) -> int:
 
 def _activation_bit(bench: Bench, found: Findings) -> None:
     bench.progress("C0: one bit of one activation")
-    requests = bench.requests
+    requests = shorten(bench.requests, 2, 4)
     bench.release()
     for side in ("paged:decode", "packed:packed"):
         runner = Runner(

@@ -9,10 +9,12 @@ reaches each token's embedding must not depend on the micro-batch; the kernels t
 must give the bits of the whole batch when their chains are continued at a cut.
 
 What is claimed about micro-batches, and no more: autograd's own ``.grad +=`` adds finished sums and
-therefore depends on the split. It is the red control here; a trainer that wants split-independent
-weight gradients continues the chains (``accumulate_into=``).
+therefore depends on the split: it is the red control here. A trainer that wants split-independent
+weight gradients continues the chains (``kernels/accumulation.py``): the whole model's are compared
+that way, and the kernels' own at cuts within a request.
 """
 
+import contextlib
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels import bits
+from ...kernels.accumulation import Accumulators
 from ...kernels.contract import contracts
 from ...kernels.embedding import grad_weight as embedding_grad
 from ...kernels.linear import grad_bias, grad_weight
@@ -38,6 +41,8 @@ ALLOWANCE = 2.0
 STOCK_RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Allowed per operator where the plan is stock and no contract states a tolerance."""
 REPEATED_TOKENS = 16
+REPEATS = 4
+"""Of the backward pass, at least."""
 CUTS = (1, 7, 64)
 ROWS = 130
 GPU_BLOCK = 8192
@@ -177,6 +182,7 @@ def _repeat(bench: Bench, found: Findings) -> None:
             compared += len(wanted)
             differing += sum(not bits.equal(got[name], grad) for name, grad in wanted.items())
     found.require("the load really ran (rounds)", load.rounds)
+    found.require("backward passes", bench.size.backward, bench.size.backward >= REPEATS)
     found.part(f"backward {bench.size.backward} times under load, full depth", compared, differing,
                "gradients", f"{len(request.tokens)} tokens")  # fmt: skip
 
@@ -184,7 +190,7 @@ def _repeat(bench: Bench, found: Findings) -> None:
 def _company(
     bench: Bench, found: Findings, requests: Sequence[Request], weights: Tensor, ours: Grads
 ) -> None:
-    """Rows' gradients in one batch and one request a micro-batch; weights' by autograd's sums."""
+    """Rows' and weights' gradients: in one batch, and one request a micro-batch."""
     bench.progress("C6: micro-batches")
     engine = bench.on().packed
     table = cast(nn.Module, cast(Any, bench.model.module).get_input_embeddings())
@@ -195,14 +201,9 @@ def _company(
 
     handle = table.register_forward_hook(keep)
     try:
-        of_packed(engine, requests, weights)
-        at = 0
-        for request in requests:
-            count = sum(request.sampled_mask)
-            logprobs = engine.logprobs([request])
-            loss = -(logprobs * weights[at : at + count].to(logprobs.device)).sum()
-            loss.backward()
-            at += count
+        _backward(engine, [requests], weights)
+        bench.model.module.zero_grad(set_to_none=True)
+        _backward(engine, [[request] for request in requests], weights)
     finally:
         handle.remove()
     whole, split = reached[0], torch.cat(reached[1:])
@@ -213,6 +214,44 @@ def _company(
     odd = sum(not bits.equal(ours[name], grad) for name, grad in summed.items())
     found.control("autograd's own sum over micro-batches", "one stock operator", len(summed), odd)
     found.require("micro-batches", len(requests), len(requests) > 1)
+    if not bench.plan.is_stock and bench.model.device.type == "cpu":
+        _continued(bench, found, requests, weights)
+
+
+def _backward(
+    engine: PackedEngine,
+    batches: Sequence[Sequence[Request]],
+    weights: Tensor,
+    sums: Accumulators | None = None,
+) -> None:
+    """Backward of the weighted loss in these micro-batches; sums: as one chain."""
+    at = 0
+    for batch in batches:
+        count = sum(sum(request.sampled_mask) for request in batch)
+        with contextlib.nullcontext() if sums is None else sums.micro_batch():
+            logprobs = engine.logprobs(batch)
+            (-(logprobs * weights[at : at + count].to(logprobs.device)).sum()).backward()
+        at += count
+
+
+def _continued(bench: Bench, found: Findings, requests: Sequence[Request], weights: Tensor) -> None:
+    """Every weight's gradient over micro-batches continued as the trainer does = the whole's."""
+    bench.progress("C6: micro-batches continued as one chain")
+    named = dict(bench.model.module.named_parameters())
+    totals: list[dict[str, Tensor | None]] = []
+    own: list[str] = []
+    for batches in ([requests], [[request] for request in requests]):
+        sums = Accumulators(named)
+        _backward(bench.on().packed, batches, weights, sums)
+        own = [name for name, parameter in named.items() if parameter.grad is not None]
+        totals.append({name: sums.gradient(name) for name in named})
+        bench.model.module.zero_grad(set_to_none=True)
+    whole, split = ({n: t for n, t in each.items() if t is not None} for each in totals)
+    odd = [name for name, total in whole.items() if not bits.equal(total, split[name])]
+    found.part("every weight's gradient, whole = continued over micro-batches", len(whole),
+               len(odd), "tensors", ", ".join(odd[:3]))  # fmt: skip
+    if own:
+        found.notes.append(f"{len(own)} weights are summed by autograd, first {own[0]}")
 
 
 def _chains(bench: Bench, found: Findings) -> None:

@@ -11,7 +11,17 @@ import random
 from collections.abc import Iterator, Sequence
 
 from ...kernels.attention import PAGE
-from ...trainer.engines.base import Event, Evict, Request, Run, Schedule, Slice, Step
+from ...trainer.engines.base import (
+    Event,
+    Evict,
+    Hit,
+    Preempt,
+    Request,
+    Run,
+    Schedule,
+    Slice,
+    Step,
+)
 from ...trainer.engines.legal import granule
 from ...trainer.engines.paged import replay
 from ...trainer.engines.schedules import prompt_length
@@ -26,9 +36,12 @@ BATCHES = (2, 3, 5, 8, 16)
 CHUNKS = (7, PAGE, PAGE + 1, 2 * PAGE + 1)
 TILES = 3
 DECODED = 8
-"""Tokens of each request that C3 decodes at every batch size; those before come whole."""
+"""Tokens of each request that C3 decodes at every batch size, or a third of a short reply; those
+before come whole."""
 SINGLE = 3
 """Requests whose prompts, too, run one token at a time."""
+FUZZED = 3
+"""Random schedules, at least."""
 FUZZED_GRAINS = 3.5
 """Leading tokens of a request that random schedules cut up, in granules."""
 
@@ -43,7 +56,7 @@ def check_repeat(bench: Bench, found: Findings) -> None:
     """C2: one mixed schedule and one sampled rollout, three times each, idle and under load."""
     engines, requests = bench.on(), bench.requests
     bench.progress("C2: the same schedule, idle")
-    first = engines.run("mixed", requests)
+    first = bench.mixed
     found.tokens("mixed, again", compare_scored(engines.run("mixed", requests), first))
     with Load() as load:
         bench.progress("C2: the same schedule under load")
@@ -75,13 +88,14 @@ def same_rollout(left: Run, right: Run) -> TokenCount:
 def check_batch(bench: Bench, found: Findings) -> None:
     """C3: whole prompts and decodes, alone and in groups, in other orders, beside padding."""
     engines, requests = bench.on(), bench.requests
-    alone, decoded = bench.alone, engines.run(_lockstep(requests, 1), requests)
+    last = min(DECODED, bench.size.reply // 3)
+    alone, decoded = bench.alone, engines.run(_lockstep(requests, 1, last), requests)
     sizes = sorted({size for size in BATCHES if size <= len(requests)} | {len(requests)})
     for size in sizes:
         bench.progress(f"C3: batches of {size}")
         whole = engines.run(_groups(requests, size), requests)
         found.tokens(f"whole, {size} requests a step", compare_scored(whole, alone))
-        together = engines.run(_lockstep(requests, size), requests)
+        together = engines.run(_lockstep(requests, size, last), requests)
         found.tokens(f"decode, {size} requests a step", compare_scored(together, decoded))
         found.require(f"steps of {size} requests", _steps_of(whole.executed, size)
                       + _steps_of(together.executed, size))  # fmt: skip
@@ -94,13 +108,16 @@ def check_batch(bench: Bench, found: Findings) -> None:
     random.Random(bench.seed).shuffle(order)
     mixed = engines.run(_groups(order, len(order), padded=7), requests)
     found.tokens("whole, shuffled, beside 7 padding rows", compare_scored(mixed, alone))
-    found.tokens("mixed", compare_scored(engines.run("mixed", requests), alone))
+    found.tokens("mixed", compare_scored(bench.mixed, alone))
     found.require("requests in all", len(requests), len(requests) > 2)
-    _company_leak(engines, requests, found)
+    _company_leak(engines, requests, decoded, last, found)
+    if bench.quick:
+        return
     bench.progress("C3: stock linear layers, for comparison")
     red = bench.on(with_stock(bench.plan, "linear"))
     few = requests[:3]
-    control = compare_scored(red.run(_lockstep(few, 3), few), red.run(_lockstep(few, 1), few))
+    together, apart = (red.run(_lockstep(few, size, last), few) for size in (3, 1))
+    control = compare_scored(together, apart)
     found.notes.append(
         f"with stock linear layers, decode alone = decode together fails for {control.differing} "
         f"of {control.compared} tokens"
@@ -117,13 +134,15 @@ class LeakInCompany(FlipBit):
             self._row = None
 
 
-def _company_leak(engines: Engines, requests: Sequence[Request], found: Findings) -> None:
-    """Red control: a row that depends on having neighbours."""
+def _company_leak(
+    engines: Engines, requests: Sequence[Request], decoded: Run, last: int, found: Findings
+) -> None:
+    """Red control: a row that depends on having neighbours. decoded: every request alone."""
     few = requests[:3]
     rows = sum(len(request.tokens) for request in few)
     leak = planted_bit(engines, few[0], LeakInCompany)
-    together = engines.run(_lockstep(few, 3), few, leak)
-    control = compare_scored(together, engines.run(_lockstep(few, 1), few))
+    together = engines.run(_lockstep(few, 3, last), few, leak)
+    control = compare_scored(together, only(decoded, few))
     found.require("the control's row was disturbed", leak.flips)
     found.control("one bit of one row where it has neighbours", f"1 of {rows} rows",
                   control.compared, control.differing)  # fmt: skip
@@ -168,15 +187,15 @@ def _groups(requests: Sequence[Request], size: int, padded: int = 0) -> Schedule
     )
 
 
-def _lockstep(requests: Sequence[Request], size: int) -> Schedule:
+def _lockstep(requests: Sequence[Request], size: int, last: int) -> Schedule:
     """Groups of ``size``: each prompt alone, then one token of every member a step.
 
-    The last ``DECODED`` tokens, where the reply has as many.
+    The ``last`` tokens, where the reply has as many.
     """
     events: list[Event] = []
     for first in range(0, len(requests), size):
         group = requests[first : first + size]
-        starts = {r.id: max(prompt_length(r), len(r.tokens) - DECODED) for r in group}
+        starts = {r.id: max(prompt_length(r), len(r.tokens) - last) for r in group}
         events += [Step(slices=(Slice(request=r.id, start=0, stop=starts[r.id]),)) for r in group]
         while left := [r for r in group if starts[r.id] < len(r.tokens)]:
             slices = (Slice(request=r.id, start=starts[r.id], stop=starts[r.id] + 1) for r in left)
@@ -212,31 +231,33 @@ def check_phase(bench: Bench, found: Findings) -> None:
     engines, requests = bench.on(), bench.requests[: bench.size.phase_requests]
     alone = only(bench.alone, requests)
     _as_sampled(bench, found)
-    hits = evictions = 0
+    shortest = max(len(request.tokens) for request in requests)
     for name, schedule in _phases(engines, requests):
         bench.progress(f"C4: {name}")
         run = engines.run(schedule, requests)
         facts = batching_facts(run.executed, requests)
-        hits += facts.hits
-        evictions += sum(isinstance(event, Evict) for event in run.executed.events)
+        what, count = _happened(name, run.executed)
+        found.require(f"{name}: {what}", count)
+        shortest = min(shortest, *_reached(run.executed).values())
         found.tokens(f"{name} = whole", compare_scored(run, alone, part=facts.hits > 0))
     if not bench.quick:
         bench.progress("C4: one token at a time")
         few = requests[:SINGLE]
         found.tokens("one token at a time = whole",
                      compare_scored(engines.run("chunk:1", few), only(alone, few)))  # fmt: skip
-    found.require("prefix hits", hits)
-    found.require("evictions", evictions)
     _fuzz(bench, found)
-    shortest, size = min(len(request.tokens) for request in requests), grain(engines)
+    size = grain(engines)
     what = "KV tiles" if size == PAGE else f"state chunks of {size}"
-    found.require(f"the shortest request crosses {TILES} {what}", f"{shortest} tokens",
+    found.require(f"the shortest request ran through {TILES} {what}", f"{shortest} tokens",
                   shortest > (TILES - 1) * size)  # fmt: skip
     layers = engines.paged.instrument.recurrent.values()
     for op_class in ("attention", *sorted({f"recurrence_{layer.kind}" for layer in layers})):
         bench.progress(f"C4: red control, stock {op_class}")
-        red, few = bench.on(with_stock(bench.plan, op_class)), requests[:2]
-        control = compare_scored(red.run("decode", few), red.run("alone", few))
+        if op_class == "attention":
+            control = bench.stock_attention[0]
+        else:
+            red, few = bench.on(with_stock(bench.plan, op_class)), requests[:2]
+            control = compare_scored(red.run("decode", few), red.run("alone", few))
         found.control(f"stock {op_class}", "one stock operator class", control.compared,
                       control.differing)  # fmt: skip
     if found.differs():
@@ -278,6 +299,26 @@ def _phases(engines: Engines, requests: Sequence[Request]) -> Iterator[tuple[str
     yield "evict", Schedule(events=tuple(_evicted(requests)))
 
 
+def _happened(name: str, executed: Schedule) -> tuple[str, int]:
+    """What makes a phase that phase, and how often it was executed."""
+    kind: type[Event] | None = {"prefix-hit": Hit, "preempt": Preempt, "evict": Evict}.get(name)
+    if kind is not None:
+        return kind.__name__.lower() + "s", sum(isinstance(e, kind) for e in executed.events)
+    pieces = [p for e in executed.events if isinstance(e, Step) for p in e.slices]
+    rows = 1 if name == "decode" else int(name.rpartition(" ")[2])
+    later = sum(piece.start > 0 and piece.stop - piece.start <= rows for piece in pieces)
+    return f"steps of at most {rows} rows on cached state", later
+
+
+def _reached(executed: Schedule) -> dict[str, int]:
+    """How far each request was run."""
+    reached: dict[str, int] = {}
+    for event in executed.events:
+        for piece in event.slices if isinstance(event, Step) else ():
+            reached[piece.request] = max(reached.get(piece.request, 0), piece.stop)
+    return reached
+
+
 def _evicted(requests: Sequence[Request]) -> Iterator[Event]:
     """Half of each request, dropped; all of it in chunks, dropped; then whole."""
     for request in requests:
@@ -307,6 +348,7 @@ def _fuzz(bench: Bench, found: Findings) -> None:
             first = first or f"first: paged:fuzz:{seed}, {count.first[0]} at {count.first[1]}"
     detail = f"{hits} prefix hits" + (f"; {first}" if first else "")
     found.part(f"{bench.size.fuzzed} fuzzed schedules = whole", compared, differing, detail=detail)
+    found.require("random schedules", bench.size.fuzzed, bench.size.fuzzed >= FUZZED)
 
 
 REPEAT = Gate(

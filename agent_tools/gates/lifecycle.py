@@ -25,9 +25,10 @@ from ...model_recipes.checkpoint import load_checkpoint, quiet_transformers
 from ...model_recipes.models import LoadedModel
 from ...model_recipes.state import aliases, named_state, state_digest, weights_root
 from ...trainer.engines.base import Hit, Request, Schedule, Slice, Step
+from ..anchor import addresses
 from ..rollouts import compare_tokens
 from .base import Findings, Gate
-from .bench import Bench, Engines, compare_scored, engines_on
+from .bench import Bench, Engines, compare_scored, engines_on, only
 from .gradient import loss_weights
 from .inference import grain
 from .learner import Learner
@@ -37,7 +38,6 @@ Publisher = Callable[[Mapping[str, Tensor], int], None]
 RATES = {torch.float32: 1e-3, torch.bfloat16: 0.05}
 """Learning rates at which a step of AdamW changes every tensor, whatever its scale."""
 GROWTH = 1.0 + 2.0**-6
-STEPS = 4
 
 
 def check_update(bench: Bench, found: Findings) -> None:
@@ -48,7 +48,7 @@ def check_update(bench: Bench, found: Findings) -> None:
     engines, learner = engines_on(rollout, bench.plan), Learner(trainer, bench.plan, rate)
     paged = engines.paged
     requests = bench.learned
-    before, places = state_digest(rollout.module), _addresses(rollout)
+    before, places = state_digest(rollout.module), addresses(rollout)
     paged.generate(bench.prompts[:2], bench.policy())  # leaves caches and packed weights behind
     learner.step(requests, loss_weights(requests, bench.seed))
     wanted = named_state(trainer.module)
@@ -58,7 +58,7 @@ def check_update(bench: Bench, found: Findings) -> None:
     digests, arrived = state_digest(trainer.module), state_digest(rollout.module)
     odd = [name for name in digests if arrived[name] != digests[name]]
     found.part("every tensor's digest", len(digests), len(odd), "tensors", ", ".join(odd[:3]))
-    moved = [name for name, place in _addresses(rollout).items() if places[name] != place]
+    moved = [name for name, place in addresses(rollout).items() if places[name] != place]
     found.part("every storage address", len(places), len(moved), "tensors", ", ".join(moved[:3]))
     own, theirs = _derived(rollout), _derived(trainer)
     if own:
@@ -81,13 +81,6 @@ def check_update(bench: Bench, found: Findings) -> None:
     _refusals(found, paged.publish, rollout, wanted, version=1, repeated=True)
     _stale_state(engines, found, sampled.requests[0], wanted)
     _unpublished(found, rollout, learner)
-
-
-def _addresses(model: LoadedModel) -> dict[str, int]:
-    """Where every tensor lies, those included that no checkpoint holds (rotary frequencies)."""
-    module = model.module
-    tensors = dict(module.named_parameters()) | dict(module.named_buffers())
-    return {name: tensor.data_ptr() for name, tensor in tensors.items()}
 
 
 def _derived(model: LoadedModel) -> dict[str, str]:
@@ -197,7 +190,7 @@ def _export(bench: Bench, found: Findings, folder: Path) -> None:
     requests = bench.requests[:4]
     engines = engines_on(loaded, bench.plan)
     found.tokens("exported and loaded, by logprob",
-                 compare_scored(engines.pack(requests), bench.on().pack(requests)))  # fmt: skip
+                 compare_scored(engines.pack(requests), only(bench.packed, requests)))  # fmt: skip
     places = {
         tensor.data_ptr() for m in (model.module, again) for tensor in named_state(m).values()
     }
@@ -209,10 +202,12 @@ def _resume(bench: Bench, found: Findings, file: Path) -> None:
     bench.progress("C8: resume from a checkpoint")
     requests = bench.learned
     rate = RATES[bench.model.dtype]
-    batches = [requests[turn % len(requests) :][:1] for turn in range(STEPS)]
+    steps = max(2, bench.size.training_steps)
+    half = steps // 2
+    batches = [requests[turn % len(requests) :][:1] for turn in range(steps)]
     whole = Learner(bench.fresh(), bench.plan, rate)
     for turn, batch in enumerate(batches):
-        if turn == STEPS // 2:
+        if turn == half:
             whole.save(file)
         whole.step(batch, loss_weights(batch, turn))
     wanted = whole.digests()
@@ -223,21 +218,21 @@ def _resume(bench: Bench, found: Findings, file: Path) -> None:
         learner.load(file)
         if forget:
             learner.forget_smallest()
-        for turn in range(STEPS // 2, STEPS):
+        for turn in range(half, steps):
             learner.step(batches[turn], loss_weights(batches[turn], turn))
         learner.close()
         return learner.digests()
 
     got = resumed(forget=False)
     odd = [name for name, digest in wanted.items() if got.get(name) != digest]
-    found.part(f"{STEPS} steps = {STEPS // 2}, checkpoint, {STEPS // 2} more", len(wanted),
-               len(odd), "tensors of model and optimiser", ", ".join(odd[:3]))  # fmt: skip
+    found.part(f"{steps} steps = {half}, checkpoint, {steps - half} more", len(wanted), len(odd),
+               "tensors of model and optimiser", ", ".join(odd[:3]))  # fmt: skip
     lost = resumed(forget=True)
     red = sum(lost.get(name) != digest for name, digest in wanted.items())
     found.control(
         "the optimiser's memory of the smallest tensor lost", "1 tensor", len(wanted), red
     )
-    found.require("updates after the checkpoint", STEPS - STEPS // 2)
+    found.require("updates after the checkpoint", steps - half)
 
 
 UPDATE = Gate(

@@ -4,16 +4,19 @@
     report.status, [(gate.id, gate.status) for gate in report.gates]
 
 No gate stops another: one that cannot run to its end is inconclusive and says why. After the first
-red gate the later ones keep their own result and count as not attributable. ``zm gate`` is this
-function; :func:`rerun` is ``zm regress``.
+red gate the later ones keep their own result and count as not attributable. Large models take two
+processes (``apart.py``). ``zm gate`` is this function; :func:`rerun` is ``zm regress``.
 """
 
 import datetime
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, cast
+
+import torch
 
 from ...kernels.errors import (
     CapabilityError,
@@ -32,6 +35,7 @@ from ..recipe import environment_digest, environment_of
 from ..records import Record
 from ..scenarios import default_requests
 from . import cost, environment, gradient, inference, lifecycle, operators, scale, training
+from .apart import APART, apart
 from .base import (
     Findings,
     Gate,
@@ -47,6 +51,7 @@ from .base import (
     verify,
 )
 from .bench import FULL, QUICK, Bench, Size, requests_digest
+from .budget import fitted, row_operations
 from .vllm import VllmBench, gates_for_vllm
 
 GATES: tuple[Gate, ...] = (
@@ -110,7 +115,9 @@ def run_gates(
     if on_vllm:
         require_vllm()
     chosen = _choose(gates_for_vllm(gates) if on_vllm else gates, only)
-    size = size or (QUICK if quick else FULL)
+    share = 1.0
+    if size is None:
+        size, share = fitted(QUICK if quick else FULL, row_operations(model))
     load_own_kernels(plan)
     resolved = plan if isinstance(plan, Plan) else plan_from(
         plan, find_sites(model.module), model.dtype, model.device, model.identity
@@ -136,11 +143,35 @@ def run_gates(
         recipe=_recipe_of(plan),
     )
     began = time.perf_counter()
+    large = share < 1.0 and gates is GATES and not on_vllm and not isinstance(plan, Plan)
     try:
-        results = [run_gate(gate, bench) for gate in chosen]
+        if large and torch.get_num_threads() > 1:
+            results = _in_two(chosen, bench, asked)
+        else:
+            results = [run_gate(gate, bench) for gate in chosen]
     finally:
         bench.release()
-    return _report(bench, asked, results, time.perf_counter() - began)
+    return _report(bench, asked, results, share, time.perf_counter() - began)
+
+
+def _in_two(chosen: Sequence[Gate], bench: Bench, asked: Request) -> list[GateResult]:
+    """About half of the gates in a process of their own; C10, which takes the time, afterwards."""
+    there = [gate.id for gate in chosen if gate.id in APART]
+    threads = torch.get_num_threads()
+    results: dict[str, GateResult] = {}
+    with apart(asked, bench.plan, bench.size, there, prompts=requests_digest(bench.prompts),
+               threads=threads // 2) as other:  # fmt: skip
+        bench.progress(f"{', '.join(there)} run in a second process")
+        torch.set_num_threads(threads - threads // 2)
+        try:
+            here = [gate for gate in chosen if gate.id not in (*APART, cost.GATE.id)]
+            results |= {gate.id: run_gate(gate, bench) for gate in here}
+        finally:
+            torch.set_num_threads(threads)
+        results |= {found.id: found for found in other.results()}
+    last = [gate for gate in chosen if gate.id == cost.GATE.id]
+    results |= {gate.id: run_gate(gate, bench) for gate in last}
+    return [results[gate.id] for gate in chosen]
 
 
 def _recipe_of(plan: str | Path | Plan) -> str | None:
@@ -201,7 +232,7 @@ def run_gate(gate: Gate, bench: Bench) -> GateResult:
 
 
 def _report(
-    bench: Bench, asked: Request, results: Sequence[GateResult], seconds: float
+    bench: Bench, asked: Request, results: Sequence[GateResult], share: float, seconds: float
 ) -> GateReport:
     statuses = attribute([gate.result for gate in results])
     gates = tuple(
@@ -222,6 +253,8 @@ def _report(
             environment=circumstances,
             environment_digest=environment_digest(circumstances),
             requests_digest=requests_digest(bench.prompts),
+            size=asdict(bench.size),
+            share=share,
             gates=gates,
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             seconds=round(seconds, 3),
@@ -231,8 +264,6 @@ def _report(
 
 def circumstances_of(model: LoadedModel, plan: Plan) -> dict[str, str]:
     """Versions, processor, threads, dtype, plan: what may change a bit."""
-    import torch
-
     return environment_of(model, plan) | {
         "cpu": torch.backends.cpu.get_cpu_capability(),
         "threads": str(torch.get_num_threads()),
@@ -277,7 +308,7 @@ def rerun(report: GateReport, *, progress: Progress = lambda stage: None) -> Reg
         model, Path(asked.recipe) if asked.recipe else report.plan, rollout=asked.rollout,
         only=asked.gates, quick=asked.quick, seed=asked.seed,
         prompts=Path(asked.prompts) if asked.prompts else None,
-        progress=progress,
+        size=Size(**report.size) if report.size else None, progress=progress,
     )  # fmt: skip
     if again.requests_digest != report.requests_digest:
         raise MisalignedError(

@@ -22,9 +22,9 @@ from ...kernels import bits
 from ...trainer.engines.base import Request, Schedule, SiteCall, Slice, Step
 from ..accuracy import Accuracy, measure_accuracy, reference_logprobs
 from ..align import shorten
-from ..rollouts import compare_tokens, logprob_values
+from ..rollouts import batching_facts, compare_tokens, logprob_values
 from .base import Findings, Gate
-from .bench import Bench, compare_scored, gradients, only, with_stock
+from .bench import Bench, compare_scored, gradients, only
 from .inference import culprit_lines
 
 MAX_ENTROPY = 0.7
@@ -36,20 +36,34 @@ def check(bench: Bench, found: Findings) -> None:
     _site_by_site(bench, found)
     requests, packed, engines = bench.requests, bench.packed, bench.on()
     bench.progress("C5: every sampled token")
+    facts = batching_facts(bench.sampled.executed, requests)
+    found.require("sampled in steps that mix prompt and decode rows", facts.mixed_steps)
+    (step,) = steps_of(packed.executed)
+    found.require(
+        "requests in the packed step", len(step.slices), len(step.slices) == len(requests)
+    )
     found.tokens("sampled by the rollout = packed trainer", compare_tokens(bench.sampled, packed))
     found.tokens("rollout, mixed = packed trainer",
-                 compare_scored(engines.run("mixed", requests), packed))  # fmt: skip
+                 compare_scored(bench.mixed, packed))  # fmt: skip
     for name, schedule in _paddings(requests).items():
         run = engines.run(schedule, requests, engine="packed")
         found.tokens(f"{name} = packed", compare_scored(run, packed))
+        steps = steps_of(run.executed)
+        found.require(f"{name}: steps, padding rows",
+                      f"{len(steps)}, {sum(each.padded_rows for each in steps)}",
+                      len(steps) > 1 or steps[0].padded_rows > 0)  # fmt: skip
     _checkpointing(bench, found)
     _accuracy(bench, found)
     _entropy(bench, found)
     bench.progress("C5: red control, stock attention")
-    red, few = bench.on(with_stock(bench.plan, "attention")), requests[:2]
-    control = compare_scored(red.run("decode", few), red.pack(few))
+    control = bench.stock_attention[1]
     found.control("stock attention", "one stock operator class", control.compared,
                   control.differing)  # fmt: skip
+
+
+def steps_of(executed: Schedule) -> list[Step]:
+    """The forward passes of an executed schedule."""
+    return [event for event in executed.events if isinstance(event, Step)]
 
 
 def _site_by_site(bench: Bench, found: Findings) -> None:

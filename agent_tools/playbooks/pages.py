@@ -27,6 +27,7 @@ PAGE_OF_CAUSE: dict[CauseName, str] = {
     "batch leak": "batch-variance",
     "padding read": "batch-variance",
     "nondeterminism": "batch-variance",
+    "wrong formula": "day-0",
     "model-defined": "ties-and-experts",
     "unclassified": "day-0",
 }

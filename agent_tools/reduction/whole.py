@@ -44,15 +44,15 @@ UNSTEADY = "the left side does not repeat itself: nondeterminism"
 LAYER = re.compile(r"\blayers\.(\d+)\b")
 SOURCE = '''"""{claim}
 
-Runs both engines: exit 0 equal, 1 mismatch, 125 unsuitable environment (`--expect-equal`: any
-mismatch counts, not only the recorded one).
+Runs both engines (or the sweep of one kernel): exit 0 equal, 1 mismatch, 125 unsuitable environment
+(`--expect-equal`: any mismatch counts, not only the recorded one).
 """
 
 import sys
 from pathlib import Path
 
 try:
-    from zeromismatch.agent_tools.reduction.whole import rerun
+    from zeromismatch.agent_tools.{home} import rerun
 except ImportError as error:
     print(f"unsuitable: {{error}}")
     sys.exit(125)
@@ -240,8 +240,10 @@ def write_whole_repro(
         environment=environment(Flags.now()), revision=revision(), command=command,
         seconds=time.monotonic() - began,
     )  # fmt: skip
+    swept = fault is not None and FAULTS[fault].by == "certified"
+    home = "faults.sweep" if swept else "reduction.whole"
     write_whole(folder / "repro.json", record.model_dump_json(indent=2) + "\n")
-    write_whole(folder / "repro.py", SOURCE.format(claim=record.claim))
+    write_whole(folder / "repro.py", SOURCE.format(claim=record.claim, home=home))
     return record
 
 
@@ -352,9 +354,7 @@ def rerun(path: Path, *, expect_equal: bool = False) -> int:
     """Run a stored repro again; prints what it finds and returns its exit code."""
     try:
         record = WholeRepro.model_validate_json(path.read_text(encoding="utf-8"))
-        model = load_model(
-            record.model, dtype=record.dtype, device=record.device, seed=record.seed
-        )
+        model = load_model(record.model, dtype=record.dtype, device=record.device, seed=record.seed)
         model = shallow(model, record.depth)
         shown, steady = _again(record, model)
     except (OSError, ValidationError, ZeroMismatchError) as error:  # or a plan that cannot be used

@@ -1,12 +1,26 @@
 """Parts of gates by themselves: schedules that they build, and what they must not overlook."""
 
+from dataclasses import asdict
 from typing import Any, cast
 
 import pytest
 
+from zeromismatch.agent_tools.anchor import addresses
 from zeromismatch.agent_tools.gates import environment, inference, lifecycle
-from zeromismatch.agent_tools.gates.base import Findings
-from zeromismatch.agent_tools.gates.bench import QUICK, Bench, Engines, engines_on
+from zeromismatch.agent_tools.gates.apart import apart
+from zeromismatch.agent_tools.gates.base import Control, Findings
+from zeromismatch.agent_tools.gates.base import Request as Asked
+from zeromismatch.agent_tools.gates.bench import (
+    FULL,
+    QUICK,
+    Bench,
+    Engines,
+    Size,
+    engines_on,
+    requests_digest,
+)
+from zeromismatch.agent_tools.gates.budget import LEAST, fitted, row_operations
+from zeromismatch.agent_tools.gates.run import GATES, prompts_for, run_gate
 from zeromismatch.kernels.errors import RecipeError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.model_recipes.plan import aligned_plan, stock_plan
@@ -63,10 +77,10 @@ def test_a_plan_that_runs_in_one_engine_only_is_not_alive(
 def test_a_reload_that_derives_a_buffer_anew_is_seen_by_its_address():
     """vllm-ascend PR #7473: a graph would go on reading the old storage."""
     model = load_model("tiny:llama")
-    before, rotary = lifecycle._addresses(model), cast(Any, model.module).model.rotary_emb
+    before, rotary = addresses(model), cast(Any, model.module).model.rotary_emb
     digests = lifecycle._derived(model)
     rotary.inv_freq = rotary.inv_freq.clone()
-    after = lifecycle._addresses(model)
+    after = addresses(model)
     assert [n for n in before if before[n] != after[n]] == ["model.rotary_emb.inv_freq"]
     assert lifecycle._derived(model) == digests
     rotary.inv_freq[3] *= 1.5
@@ -94,3 +108,47 @@ def test_the_trainers_forward_runs_under_the_plan_whatever_sampled(model: Loaded
     bench.release()
     with pytest.raises(RecipeError, match="was taken off this model"):
         engines.pack(requests)
+
+
+@pytest.mark.parametrize("most", [QUICK, FULL])
+def test_a_large_model_gets_less_of_everything_but_never_less_than_the_floors(most: Size):
+    assert fitted(most, 1e6) == (most, 1.0)
+    assert fitted(most, 1e13)[0] == LEAST[most]
+    before = asdict(most)
+    for operations in (1e8, 1.5e8, 3e8, 1e9):
+        size, share = fitted(most, operations)
+        assert 0 < share < 1.01
+        now, least = asdict(size), asdict(LEAST[most])
+        assert all(least[name] <= now[name] <= before[name] for name in now)
+        before = now
+
+
+def test_a_row_of_a_tiny_model_costs_two_operations_per_weight(model: LoadedModel):
+    weights = sum(p.numel() for p in model.module.parameters() if p.dim() > 1)
+    assert row_operations(model) == 2 * weights  # the table is the head as well
+    assert fitted(FULL, row_operations(model)) == (FULL, 1.0)
+
+
+@pytest.mark.parametrize(("touches", "crude"), [
+    ("1 of 100 rows", False), ("1 of 99 rows", True), ("3 of 299 rows", True),
+    ("one stock operator class", False), ("1 bit of model.norm.weight", False),
+])  # fmt: skip
+def test_a_control_that_spoils_more_than_a_row_in_a_hundred_is_crude(touches: str, crude: bool):
+    control = Control(name="a", touches=touches, compared=9, differing=9, red=True)
+    assert control.crude == crude
+
+
+@pytest.mark.slow
+def test_gates_in_a_second_process_find_what_they_find_here(model: LoadedModel):
+    plan, size = aligned_plan("float32", "cpu"), LEAST[QUICK]
+    asked = Asked(model="tiny:llama", dtype="float32", device="cpu", seed=0, rollout="paged",
+                  gates=("C7",), quick=True)  # fmt: skip
+    prompts = tuple(prompts_for(model, size, 0, None))
+    digest = requests_digest(prompts)
+    with apart(asked, plan, size, ["C7"], prompts=digest, threads=1) as other:
+        bench = Bench(model=model, plan=plan, prompts=prompts, size=size, quick=True)
+        here = run_gate(next(gate for gate in GATES if gate.id == "C7"), bench)
+        bench.release()
+        (there,) = other.results()
+    assert there.result == here.result == "pass"
+    assert [*there.parts, *there.controls] == [*here.parts, *here.controls]

@@ -220,10 +220,10 @@ def test_nondeterminism_is_another_diagnosis(
 def test_wrong_state_is_no_operator_and_says_what_to_do(
     model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path
 ) -> None:
-    with plant("W01", model):
-        left, right, found = find(model, requests[1:2], "W01")
+    with plant("W01t", model):
+        left, right, found = find(model, requests[1:2], "W01t")
         with pytest.raises(InconclusiveError, match="zm repro --whole"):
-            write_repro(tmp_path, left, right, found, fault="W01")
+            write_repro(tmp_path, left, right, found, fault="W01t")
 
 
 def test_attention_with_a_window_or_a_softcap_is_not_written_out_as_plain(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from zeromismatch.kernels.errors import InconclusiveError
 from zeromismatch.model_recipes.models import LoadedModel
 from zeromismatch.trainer.engines.base import Request
 
-WHOLE = ("W01", "K07", "M04", "P05", "L01", "K03", "C01", "S02", "W05", "G03", "K05")
+WHOLE = ("W01t", "W01", "K07", "M04", "P05", "L01", "K03", "C01", "S02", "W05", "G03", "K05")
 
 
 def write(
@@ -51,7 +51,7 @@ def test_flags_and_layers_that_do_not_matter_are_dropped(
     model: LoadedModel, requests: tuple[Request, ...], tmp_path: Path
 ) -> None:
     sides = map(Side.parse, ("paged+num_pages=64:chunk:1", "packed:packed"))
-    record = write_whole_repro(tmp_path, *sides, model, requests, fault="W01", seconds=120)
+    record = write_whole_repro(tmp_path, *sides, model, requests, fault="W01t", seconds=120)
     assert record.sides == ("paged:chunk:1", "packed:packed")
     assert (record.named, record.depth) == ("model.layers.0.self_attn#attention", 1)
     assert record.reduced[:2] == (
