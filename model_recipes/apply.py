@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from ..kernels.errors import RecipeError, UncoveredSiteError
-from . import experts, operators, recurrent_sites
+from . import experts, fused_head, operators, recurrent_sites
 from .attention import CONTEXT_NAME, AttentionSite, register_names
 from .audit import Audit, probe_inputs
 from .head import Head, find_tail
@@ -122,6 +122,10 @@ class Instrument:
                 f"plan {self.plan.name} was taken off this model; apply it again, and make new "
                 "engines"
             )
+
+    def undo(self, step: Callable[[], None] | None) -> None:
+        """Something that :meth:`remove` takes back as well, before all that came earlier."""
+        self._installer.undo.extend(() if step is None else (step,))
 
     def remove(self) -> None:
         """Take the plan off again; the model is as it was."""
@@ -326,13 +330,20 @@ def apply(model: nn.Module, recipe: str | Path | Recipe) -> Instrument:
 
     The model then computes as the recipe says when called with packed rows (``position_ids``
     restarting at 0), or with right-padded ones, and ``use_cache=False``. Raises RecipeError when
-    the recipe belongs to another model, dtype or device.
+    the recipe belongs to another model, dtype or device. Where one of TRL's trainers put its fused
+    head onto the model, that computes as the recipe says too (:mod:`.fused_head`).
     """
     load_own_kernels(recipe)
     loaded = recipe if isinstance(recipe, Recipe) else load_recipe(recipe)
     plan = plan_from(loaded, (), _dtype(model), _device(model), identify(model))
     stock_attention = plan.rules.get("attention") == STOCK
-    return apply_plan(model, plan, "module" if stock_attention else "context")
+    instrument = apply_plan(model, plan, "module" if stock_attention else "context")
+    try:
+        instrument.undo(fused_head.follow(model, instrument))
+    except BaseException:
+        instrument.remove()
+        raise
+    return instrument
 
 
 def _dtype(module: nn.Module) -> torch.dtype:
