@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,21 @@ def test_a_finished_run_is_not_resumed(make_provider: MakeProvider, bench: Bench
         go_on(make_provider("openai"), bench, tmp_path / "run")
     assert (tmp_path / "run" / FILE).read_bytes() == before
     assert bench.writes == ["fixed"]
+
+
+def test_a_run_that_a_person_stops_goes_on(
+    make_provider: MakeProvider, bench: Bench, tmp_path: Path, api: FakeApi
+):
+    folder = tmp_path / "run"
+    bench.on_write = lambda: signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        run(make_provider("openai", [LOOK, FIX, DONE]), bench, folder)
+    assert replay(folder).exit_code == 130
+    api.requests.clear()
+    found = go_on(make_provider("openai", [LOOK, DONE]), bench, folder)
+    assert (found.reason, bench.writes) == ("passed", ["fixed"])
+    assert UNKNOWN[:40] in str(api.requests)
+    assert replay(folder) == found
 
 
 def test_a_transcript_cut_in_half_is_refused(

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from zeromismatch.agent_tools.cli import run
-from zeromismatch.agent_tools.drivers.agents import Agent
-from zeromismatch.agent_tools.drivers.budgets import Budgets
+from zeromismatch.agent_tools.drivers.agents import Agent, Name
+from zeromismatch.agent_tools.drivers.budgets import Budgets, Price
 from zeromismatch.agent_tools.drivers.loop import Judgement
 from zeromismatch.agent_tools.drivers.workbench import Workbench
 from zeromismatch.agent_tools.eval.bench import SOLUTIONS, BenchReport, evaluate
@@ -28,6 +28,10 @@ from zeromismatch.kernels.errors import (
 from zeromismatch.model_recipes import extension
 from zeromismatch.model_recipes.plan import draft_kernels
 
+from ..drivers.conftest import KEY, FakeApi, Say, api
+from ..drivers.stories import install
+
+__all__ = ["api"]  # a fixture
 ROOT = Path(__file__).resolve().parents[3]
 SMALL = Size(
     requests=6, reply=14, fuzzed=1, fuzz_requests=2, backward=2, gradient_requests=1, long=64,
@@ -141,6 +145,33 @@ def test_scores_come_from_the_gates_alone(tmp_path: Path):
     report = evaluate(tmp_path, None, None, only=["osprey"], judge=green)
     assert (report.solved, report.exit_code, report.scores[0].green) == (1, 0, 5)
     assert BenchReport.model_validate_json(report.model_dump_json()) == report
+
+
+@pytest.mark.parametrize("name", ["anthropic", "openai", "claude", "codex"])
+def test_every_driver_is_scored_by_gates_time_turns_and_money(
+    name: Name, api: FakeApi, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def red(bench: Workbench) -> Judgement:
+        return Judgement(passed=False, reason="C3 is red", green=2, of=5)
+
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    monkeypatch.setattr("zeromismatch.agent_tools.eval.bench.SOLUTIONS", tmp_path / "elsewhere")
+    if name in ("claude", "codex"):
+        install(tmp_path / "bin", name)
+        budgets = Budgets(waive_money=True, turns=None, tokens=None,
+                          price=Price(input=1000, output=1000))  # fmt: skip
+    else:
+        api.steps = iter([Say(calls=(("about", {}),)), Say(text="I stop.")])
+        budgets = Budgets(money=9, price=Price(input=1000, output=1000), nudges=0)
+    agent = Agent(name=name, model="m", key=KEY, base_url=api.url + "/v1" * (name == "openai"))
+    report = evaluate(tmp_path / "out", agent, budgets, only=["heron"], judge=red)
+    (score,) = report.scores
+    assert (score.solved, score.reason, score.green, score.of) == (False, "stopped-early", 2, 5)
+    wanted = {"claude": (3, 330, 0.5), "codex": (1, 330, 0.33)}.get(name, (2, 240, 0.24))
+    assert (score.turns, score.tokens, score.money) == wanted
+    assert 0 < score.seconds < 60
+    assert f"Driver: {name} m. 0 of 1 solved." in report.markdown()
 
 
 def test_a_driver_that_reads_files_is_refused_beside_the_solutions(tmp_path: Path):
