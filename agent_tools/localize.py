@@ -89,7 +89,14 @@ def localize(
     right_model: LoadedModel | None = None,
     options: Options = Options(),
 ) -> Divergence:
-    """Compare two sides and name every culprit. right_model: None for the same model."""
+    """Compare two sides and name every culprit. right_model: None for the same model.
+
+    A left side with ``vllm+graphs`` is compared by the digests that operators leave inside graphs.
+    """
+    if left.engine == "vllm" and "graphs" in left.settings:
+        from .graph_trace import localize_graphs
+
+        return localize_graphs(left, right, model, requests, plan=plan, coverage=options.coverage)
     sides = (
         Runner(side=left, model=model, requests=tuple(requests), plan=plan),
         Runner(side=right, model=right_model or model, requests=tuple(requests), plan=plan),

@@ -57,15 +57,16 @@ class DigestMany:
         first = (np.arange(start[-1]) - start[:-1][tensor]) * SPAN
         places = [row.data_ptr() for row in rows]
         masks = [_EXPONENTS.get(self._tensors[i].dtype, 0) for i in which]
-        table = np.concatenate((places, count, masks, tensor, first)).astype(np.int64)
-        device, n, total = rows[0].device, len(which), int(start[-1])
+        columns = [np.asarray(each, np.int64) for each in (places, count, masks, tensor, first)]
+        columns = [np.pad(each, (0, len(each) % 2)) for each in columns]  # begin at 16 bytes each
+        table, device, total = np.concatenate(columns), rows[0].device, int(start[-1])
         held = torch.from_numpy(table)
         if device.type == "cuda":  # pinned, so that nobody waits for what the GPU does before it
             held = held.pin_memory().to(device, non_blocking=True)
         out = torch.empty(total, 3, dtype=torch.int64, device=device)
         programs(__package__, "digest_kernels").digest_spans_kernel[(total,)](
-            held, held[n:], held[2 * n:], held[3 * n:], held[3 * n + total:], out,
-            SPAN=SPAN, BITS=bits, ALIGNED=all(place % 16 == 0 for place in places), num_warps=4,
+            *held.split([len(each) for each in columns]), out, SPAN=SPAN, BITS=bits,
+            ALIGNED=all(place % 16 == 0 for place in places), num_warps=4,
         )  # fmt: skip
         self._parts.append((which, start, out))
 

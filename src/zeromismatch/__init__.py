@@ -11,14 +11,19 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from zeromismatch.model_recipes.apply import apply as apply
+    from zeromismatch.trainer.engines.vllm.adoption import rollouts as rollouts
 
-__all__ = ["__version__", "apply"]
+__all__ = ["__version__", "apply", "rollouts"]
 
 
 def __getattr__(name: str) -> Any:
-    """Load ``apply(model, recipe)`` on first use, so that the import stays light."""
+    """Load ``apply(model, recipe)`` and ``rollouts(recipe)`` on first use: a light import."""
     if name == "apply":
         from zeromismatch.model_recipes.apply import apply
 
         return apply
+    if name == "rollouts":
+        from zeromismatch.trainer.engines.vllm.adoption import rollouts
+
+        return rollouts
     raise AttributeError(f"module 'zeromismatch' has no attribute {name!r}")

@@ -15,10 +15,7 @@ from zeromismatch.agent_tools.rollouts import batching_facts, compare_tokens
 from zeromismatch.agent_tools.scenarios import default_requests
 from zeromismatch.agent_tools.sides import Side
 from zeromismatch.kernels.errors import ZeroMismatchError
-from zeromismatch.model_recipes.apply import identify
 from zeromismatch.model_recipes.models import load_model
-from zeromismatch.model_recipes.plan import aligned_plan
-from zeromismatch.model_recipes.schema import Recipe, save_recipe
 from zeromismatch.model_recipes.state import named_state
 from zeromismatch.trainer.engines.base import Policy, Request, Run, Scenario
 from zeromismatch.trainer.engines.build import make_engine
@@ -198,6 +195,24 @@ def located(path: str, plan: str) -> dict[str, Any]:
     return json.loads(found.model_dump_json())
 
 
+def tapped(path: str) -> dict[str, Any]:
+    """What operators' own taps say, as inside graphs: all equal, then with a stock operator."""
+    from zeromismatch.trainer.engines.vllm import operators
+    from zeromismatch.trainer.engines.vllm.live import forget_engines
+
+    model = load_model(path)
+    requests = default_requests(model, count=3, max_reply=5)
+    sides = (Side.parse("vllm+graphs:mixed"), Side.parse("packed"))
+    plain = localize(*sides, model, requests, plan="aligned")
+    forget_engines()
+    own = operators.silu_mul
+    operators.silu_mul = lambda gate, up: torch.nn.functional.silu(gate) * up
+    planted = localize(*sides, model, requests, plan="aligned")
+    operators.silu_mul = own
+    return {name: json.loads(found.model_dump_json())
+            for name, found in (("plain", plain), ("planted", planted))}  # fmt: skip
+
+
 def live_class(model: Any) -> str:
     return f"{type(model).__module__}.{type(model).__qualname__}"
 
@@ -252,76 +267,11 @@ def inert(path: str) -> dict[str, Any]:
     }
 
 
-def adopted(path: str, folder: str) -> dict[str, Any]:
-    """Two lines: vLLM is told the recipe's folder, the trainer's model gets it applied."""
-    model = load_model(path)
-    plan = aligned_plan("float32", "cpu")
-    identity = identify(model.module, "this test")
-    recipe = Recipe(name="test", model=identity, plan=plan, dtype="float32", device="cpu")
-    save_recipe(recipe, folder)
-
-    import zeromismatch
-    from zeromismatch.trainer.engines.vllm.parameters import as_bits
-    from zeromismatch.trainer.engines.vllm.start import Settings, prepare_process
-
-    prepare_process(torch.device("cpu"), Settings(runner=1))
-    from vllm import LLM, SamplingParams
-
-    # As a trainer builds it: an LLM with options of its own, and a transformers model.
-    llm = LLM(
-        path, dtype="float32", enforce_eager=True, max_model_len=256, skip_tokenizer_init=True,
-        additional_config={"zero_mismatch": folder},
-    )  # fmt: skip
-    zeromismatch.apply(model.module, folder)
-
-    prompts = [list(range(3, 40)), list(range(50, 200, 3)), [7, 8, 9]]
-    given = SamplingParams(max_tokens=16, logprobs=0, ignore_eos=True, detokenize=False)
-    outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], given, use_tqdm=False)
-    tokens = differing = 0
-    for prompt, output in zip(prompts, outputs, strict=True):
-        reply = output.outputs[0]
-        ids = torch.tensor([prompt + list(reply.token_ids)])
-        with torch.no_grad():
-            logits = model.module(
-                ids, position_ids=torch.arange(ids.shape[1])[None], use_cache=False
-            ).logits[0]
-        from zeromismatch.kernels.logprob import logprob
-
-        ours = logprob(logits[len(prompt) - 1 : -1].contiguous(), ids[0, len(prompt) :])
-        for index, token in enumerate(reply.token_ids):
-            tokens += 1
-            theirs = as_bits(reply.logprobs[index][token].logprob)
-            differing += int(ours[index].view(torch.int32)) != theirs
-    return {"tokens": tokens, "differing": differing}
-
-
-def refused(path: str) -> dict[str, Any]:
-    """What a recipe does not cover, all of it at once, from vLLM's real configuration."""
-    from zeromismatch.trainer.engines.vllm.admission import violations
-    from zeromismatch.trainer.engines.vllm.adoption import Adopted
-    from zeromismatch.trainer.engines.vllm.start import Settings, prepare_process
-
-    prepare_process(torch.device("cpu"), Settings(runner=1))
-    from vllm.engine.arg_utils import EngineArgs
-
-    arguments = EngineArgs(
-        path, dtype="bfloat16", tensor_parallel_size=2, kv_cache_dtype="fp8_e5m2",
-        skip_tokenizer_init=True, logprobs_mode="processed_logprobs", max_model_len=256,
-        speculative_config={"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3},
-    )  # fmt: skip
-    config = arguments.create_engine_config()
-    model = load_model(path)
-    plan = aligned_plan("float32", "cpu")
-    recipe = Recipe(
-        name="r", model=identify(model.module), plan=plan, dtype="float32", device="cpu"
-    )
-    return {"violations": violations(config, Adopted(plan=plan, recipe=recipe))}
-
-
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
-    checks = {
-        f.__name__: f
-        for f in (aligned, continued, trained, located, inert, adopted, refused, recurrent)
-    }
+    from adoption_checks import adopted, refused, told
+
+    offered = (aligned, continued, trained, located, tapped, inert, recurrent)
+    offered += (adopted, told, refused)
+    checks = {f.__name__: f for f in offered}
     print(json.dumps(checks[name](*rest), default=str))

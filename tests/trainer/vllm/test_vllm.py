@@ -89,6 +89,16 @@ def test_localize_names_vllms_own_mismatches(ask: Any, checkpoint: str) -> None:
     assert found["self_test"]["passed"]
 
 
+def test_taps_inside_operators_name_the_first_that_differs(ask: Any, checkpoint: str) -> None:
+    found = ask("tapped", checkpoint)
+    plain, planted = found["plain"], found["planted"]
+    assert plain["status"] == "EQUAL", plain["reason"]
+    assert plain["coverage"]["share"] >= 0.8
+    assert {"lm_head", "logprob"} <= set(plain["coverage"]["right_only"])
+    assert planted["status"] == "DIVERGENT"
+    assert planted["first_divergence"]["site"] == "model.layers.0.mlp#gated"
+
+
 def test_without_a_recipe_the_plug_in_changes_nothing(ask: Any, checkpoint: str) -> None:
     found = ask("inert", checkpoint)
     assert "LlamaForCausalLM" in found["loaded"]
@@ -101,6 +111,18 @@ def test_a_recipe_is_adopted_in_two_lines(ask: Any, checkpoint: str, tmp_path: P
     found = ask("adopted", checkpoint, str(tmp_path / "recipe"))
     assert found["tokens"] == 48
     assert found["differing"] == 0
+    assert "temperature=0.7, top_p=0.9" in found["unplain"]
+
+
+def test_engines_are_told_by_options_or_by_a_block(
+    ask: Any, checkpoint: str, tmp_path: Path
+) -> None:
+    folder = str(tmp_path / "recipe")
+    found = ask("told", checkpoint, folder)
+    assert found["verl"] == {"zero_mismatch": folder}
+    assert "no vLLM engine was built" in found["errors"][0]
+    assert "names 'elsewhere'" in found["errors"][1]
+    assert not found["outside"]
 
 
 def test_everything_a_recipe_does_not_cover_is_one_list(ask: Any, checkpoint: str) -> None:

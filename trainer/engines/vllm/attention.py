@@ -31,6 +31,7 @@ from ....kernels.attention.batch import AttentionBatch
 from ....kernels.attention.gpu_table import shape_of
 from ....kernels.errors import CapabilityError
 from . import compat
+from .graph_tap import tapped
 
 
 class AlignedAttention(AttentionBackend):
@@ -230,6 +231,7 @@ class AlignedImpl(AttentionImpl):
         cache = self.halves(kv_cache)
         write_kv(cache, key[:rows], value[:rows], batch.slot)
         output[:rows] = paged_attention(query[:rows], cache, batch, scale=self.scale)
+        tapped("attention", output[:rows], layer=layer.layer_name)
         return output
 
     def halves(self, kv_cache: Tensor) -> Any:

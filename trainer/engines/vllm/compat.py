@@ -5,10 +5,12 @@ layer's cache is shaped, who forms the batches, and how weights are addressed. A
 is an error that says which, so that another release is refused and not half served.
 """
 
+import functools
 import importlib
 import itertools
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -109,6 +111,40 @@ def guard_other_models(served: frozenset[str]) -> None:
         return found
 
     registry.resolve_model_cls = resolve_model_cls
+
+
+@contextmanager
+def engines_told(tell: Callable[[Any], None]) -> Generator[None]:
+    """``tell`` gets the arguments of every engine of this process before its config is made."""
+    arguments = need("vllm.engine.arg_utils", "EngineArgs")
+    own: Callable[..., Any] = arguments.create_engine_config
+
+    @functools.wraps(own)
+    def create_engine_config(self: Any, *given: Any, **keywords: Any) -> Any:
+        tell(self)
+        return own(self, *given, **keywords)
+
+    arguments.create_engine_config = create_engine_config
+    try:
+        yield
+    finally:
+        arguments.create_engine_config = own
+
+
+def guard_requests(why: Callable[[Any, Any], str | None]) -> None:
+    """Refuse a request before it is queued; why: of an engine's config and sampling parameters."""
+    processor = need("vllm.v1.engine.input_processor", "InputProcessor")
+    own: Callable[..., Any] = processor.process_inputs
+
+    @functools.wraps(own)
+    def process_inputs(self: Any, request_id: str, prompt: Any, params: Any, *given: Any,
+                       **keywords: Any) -> Any:  # fmt: skip
+        found = why(self.vllm_config, params)
+        if found is not None:
+            raise CapabilityError(found)
+        return own(self, request_id, prompt, params, *given, **keywords)
+
+    processor.process_inputs = process_inputs
 
 
 def whole_block_layouts() -> Any:

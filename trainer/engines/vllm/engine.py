@@ -13,7 +13,8 @@ a *policy* (:class:`Asked`), and the run says what was executed.
     preempt     as mixed, with too few cache blocks
 
 Forced replies go through a logits processor, which the first model runner alone takes; so does
-tracing, which needs eager steps. ``generate`` runs with whatever vLLM chooses.
+tracing, which needs eager steps. ``graphs=True`` keeps compilation and CUDA graphs and digests what
+operators give inside them (:mod:`.graph_tap`). ``generate`` runs with whatever vLLM chooses.
 
 The engine core lives in this process. Nothing here imports vLLM before an engine is built.
 """
@@ -33,6 +34,7 @@ from ...publication.in_place import Installed, Offer
 from ..admission import check_requests
 from ..base import Observer, Policy, Request, Run, Scenario, Schedule, StateSpec
 from ..environment import describe_engine
+from .graph_tap import Seen
 from .live import live_engine
 from .recurrent_options import is_recurrent
 from .start import Settings
@@ -72,16 +74,18 @@ class VllmEngine:
         max_running: int = 256,
         blocks: int | None = None,
         cache_gib: int | None = None,
+        graphs: bool = False,
     ) -> None:
         on_cpu, recurrent = loaded.device.type == "cpu", is_recurrent(loaded)
         self.settings = Settings(
             eager=on_cpu or recurrent if eager is None else eager,
-            runner=1 if on_cpu or recurrent else runner,
+            runner=1 if on_cpu or recurrent or graphs else runner,
             max_len=max_len,
             max_rows=max_rows,
             max_running=max_running,
             blocks=blocks,
             cache_gib=cache_gib,
+            taps=graphs,
         )
         self.loaded = loaded
         sites = (
@@ -173,6 +177,15 @@ class VllmEngine:
             policy=policy or Policy(),
         )
         return self.live.sample(scenario, requests, policy or Policy(), between)
+
+    def run_tapped(self, scenario: Scenario, keep: Callable[[Seen], None]) -> Run:
+        """As :meth:`run`, of an engine with ``graphs=True``; ``keep`` gets every step's digests."""
+        if not isinstance(scenario.schedule, Asked):
+            raise CapabilityError("vLLM forms its own batches: give the policy from "
+                                  "engine.schedule(name, requests)")  # fmt: skip
+        check_requests(self.name, scenario.requests, self.loaded.config)
+        self._follow_trainer()
+        return self.live.score_tapped(scenario, scenario.schedule.policy, keep)
 
     def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
         """Check and digest complete new weights; nothing changes yet."""

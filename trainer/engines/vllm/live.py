@@ -24,8 +24,9 @@ from ..base import Mode, Observer, Policy, Preempt, Request, Run, Sample, Scenar
 from ..rows import last_of_each, score_temperature
 from ..schedules import prompt_length
 from . import compat
+from .graph_tap import Seen, started_taps
 from .parameters import Given, Score, as_bits, grown, prompt_scores, sampling, scoring
-from .record import Recorder, executed
+from .record import Recorder, executed, starts_of
 from .start import Settings, construct, prepare_process
 
 _NAMES_OF_THE_DAY = ("IDENT", "SHM", "PORT", "LOGGING", "CACHE_ROOT")
@@ -72,7 +73,10 @@ class LiveEngine:
         self.recorder = Recorder()
         self.settings, self.plan = settings, plan
         self._folder = tempfile.TemporaryDirectory(prefix="zero-mismatch-")
+        self.taps = started_taps(loaded, plan, settings.max_rows) if settings.taps else None
         self.llm = construct(loaded, plan, settings, self.recorder, self._folder.name)
+        if self.taps is not None:
+            self.taps.stop()  # captured graphs keep them
         self.block_size = int(self.llm.llm_engine.vllm_config.cache_config.block_size)
         self._evidence = cast("dict[str, Any]", self._apply("evidence"))
         if not plan.is_stock and not self._evidence["alive"]:
@@ -175,6 +179,29 @@ class LiveEngine:
                 "vllm+blocks=40:preempt"
             )
         return run
+
+    def score_tapped(self, scenario: Scenario, policy: str, keep: Callable[[Seen], None]) -> Run:
+        """:meth:`score`, with the digests that operators leave inside graphs."""
+        if self.taps is None:
+            raise CapabilityError("this engine has no taps in its graphs; ask for vllm+graphs")
+        self._begin()
+        names: dict[str, str] = {}
+        runner = compat.runner_of(self.llm)
+        found: list[Score] = []
+
+        def rows_of(output: Any) -> Iterator[tuple[str, int]]:
+            starts = starts_of(output)
+            for theirs, n in compat.rows_of_step(runner, output.total_num_scheduled_tokens):
+                name, first = names[theirs[:ID_LENGTH]], starts[theirs]
+                yield from ((name, position) for position in range(first, first + n))
+
+        try:
+            with self.taps.reading(runner, rows_of, self._apply("weight_places"), keep):
+                for group, parameters in self._rounds(policy, scenario.requests):
+                    found += self._drive(group, parameters, names)[0]
+        finally:
+            self._limit(0)
+        return self._finish(scenario, scenario.requests, names, found)
 
     def sample(
         self,

@@ -204,6 +204,16 @@ def hf_tensors(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
+def weight_places(model: nn.Module) -> dict[int, str]:
+    """Address of each module's weight -> the module's path; a tied one under its first name."""
+    places: dict[int, str] = {}
+    for path, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if isinstance(weight, Tensor) and weight.numel():
+            places.setdefault(weight.data_ptr(), path)
+    return places
+
+
 def fused_parts(module: nn.Module) -> list[tuple[str, int]]:
     """(name, rows) of the projections in a fused one; empty for any other module."""
     from vllm.model_executor.layers.linear import MergedColumnParallelLinear, QKVParallelLinear

@@ -23,6 +23,7 @@ from ....kernels.linear import linear
 from ....kernels.logprob import lm_head
 from ....kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from ....kernels.rotary import apply_rotary
+from .graph_tap import tapped
 
 GRID = ((8, 1), (512, 8))  # up to so many rows: a multiple of
 COARSE = 128
@@ -53,7 +54,9 @@ def _padded(x: Tensor) -> Tensor:
 
 
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return linear(_padded(x), weight, bias)[: x.shape[0]]
+    y = linear(_padded(x), weight, bias)[: x.shape[0]]
+    tapped("linear", y, weight)
+    return y
 
 
 def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -69,16 +72,23 @@ def _lm_head_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    return rmsnorm(x, weight, eps)
+    y = rmsnorm(x, weight, eps)
+    tapped("norm", y, weight)
+    return y
 
 
 def _add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    return rmsnorm_residual(x, residual, weight, eps)
+    y, total = rmsnorm_residual(x, residual, weight, eps)
+    tapped("norm", y, weight)
+    tapped("sum", total, weight)
+    return y, total
 
 
 def _silu_mul(gate_up: Tensor) -> Tensor:
     gate, up = gate_up.chunk(2, dim=-1)
-    return silu_mul(gate, up)
+    y = silu_mul(gate, up)
+    tapped("gated", y)
+    return y
 
 
 def _silu_mul_fake(gate_up: Tensor) -> Tensor:
@@ -92,13 +102,18 @@ def _experts(
     rows = _padded(x)
     logits = moe.router_logits(rows, router)
     chosen = moe.topk(logits, routing)
-    inner = _silu_mul(moe.grouped_linear(rows, chosen, gate_up))
-    slots = moe.grouped_linear(inner, chosen, down)
-    return moe.combine(slots, moe.topk_weights(logits, chosen, routing))[: x.shape[0]]
+    gate, up = moe.grouped_linear(rows, chosen, gate_up).chunk(2, dim=-1)
+    slots = moe.grouped_linear(silu_mul(gate, up), chosen, down)
+    y = moe.combine(slots, moe.topk_weights(logits, chosen, routing))[: x.shape[0]]
+    tapped("combine", y, router)
+    return y
 
 
 def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+    turned = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+    for part, x in zip(("rotary_q", "rotary_k"), turned, strict=True):
+        tapped(part, x)
+    return turned
 
 
 def _like(*tensors: Tensor) -> tuple[Tensor, ...]:

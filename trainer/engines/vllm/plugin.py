@@ -9,17 +9,31 @@ An architecture that is not registered here cannot be reached this way, so a rec
 be ignored in silence; :func:`compat.guard_other_models` refuses that.
 """
 
+from typing import Any
+
 _LOADED: list[str] = []
 
 
 def register() -> None:
     """Called by vLLM, once or more often per process."""
     from . import compat, models
+    from .adoption import asks_plain, unplain
 
     if _LOADED:
         return
     _LOADED.extend(models.register_architectures())
     compat.guard_other_models(frozenset(_LOADED))
+
+    def why(config: Any, parameters: Any) -> str | None:
+        odd = unplain(parameters) if asks_plain(config.additional_config) else []
+        if not odd:
+            return None
+        return (
+            f"a request has {', '.join(odd)}: its trainer asks for processed logprobs, a recipe "
+            "has them at temperature 1 from all tokens alone; sample so"
+        )
+
+    compat.guard_requests(why)
 
 
 def loaded() -> tuple[str, ...]:

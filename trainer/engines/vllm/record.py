@@ -25,6 +25,13 @@ class Formed:
     version: int
 
 
+def starts_of(output: Any) -> dict[str, int]:
+    """Where each request of a ``SchedulerOutput`` goes on: vLLM's id -> first position."""
+    starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+    cached = output.scheduled_cached_reqs
+    return starts | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+
+
 class Recorder:
     """What the scheduler of one engine decided since the last :meth:`take`.
 
@@ -37,9 +44,7 @@ class Recorder:
 
     def add(self, output: Any) -> None:
         """Remember a ``SchedulerOutput``; empty ones are left out."""
-        starts = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        starts |= dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))
+        starts = starts_of(output)
         pieces = tuple(
             (name, starts[name], count) for name, count in output.num_scheduled_tokens.items()
         )

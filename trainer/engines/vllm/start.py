@@ -39,6 +39,7 @@ class Settings:
     blocks: int | None = None
     prefix_cache: bool = True
     cache_gib: int | None = None
+    taps: bool = False
 
 
 def prepare_process(device: torch.device, settings: Settings) -> None:
