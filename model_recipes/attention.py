@@ -23,10 +23,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..kernels.errors import ContractError, UncoveredSiteError, UsageError
+from .grafted_rows import GraftedRows
 from .plan import STOCK
 from .recurrent import WholeRequests
 from .sites import Site
-from .tap import Tap, from_head_rows, head_rows
+from .tap import Tap, head_rows
 
 CONTEXT_NAME = "zero_mismatch"
 _SLOT = "_zero_mismatch_attention"  # attribute of an instrumented attention module
@@ -225,7 +226,8 @@ class AttentionSite:
         self.attention = attention
         self.kv_write = kv_write
         self.choice = choice
-        self.has_cache = False  # whether the running forward got a transformers cache
+        self.cache: object | None = None  # transformers', of the running forward
+        self.grafted = GraftedRows()
 
     def install(
         self, module: nn.Module, mode: Literal["context", "module"], original: str
@@ -248,7 +250,8 @@ class AttentionSite:
     def _note_cache(self, module: nn.Module, arguments: Any, keywords: dict[str, Any]) -> None:
         """The cache's keyword has other names in other releases; what it can do has not."""
         given = (*arguments, *keywords.values())
-        self.has_cache = any(hasattr(value, "get_seq_length") for value in given)
+        caches = (value for value in given if hasattr(value, "get_seq_length"))
+        self.cache = next(caches, None)
 
     def run_context(
         self,
@@ -326,8 +329,8 @@ class AttentionSite:
         grafted = self._observe_write(new_k, new_v, new_k, new_v)
         if grafted is not None:
             new_k, new_v = grafted
-            key = _put_last(key, new_k, in_place=self.has_cache)
-            value = _put_last(value, new_v, in_place=self.has_cache)
+        layer = int(cast(Any, module).layer_idx)
+        key, value = self.grafted.over(self.cache, layer, (key, value), tokens, grafted)
         with self.tap.site_code():
             output, weights = function(module, query, key, value, attention_mask, **keywords)
         inputs = {"q": head_rows(query), "k": new_k, "v": new_v}
@@ -386,12 +389,3 @@ class AttentionSite:
                 f"{self.attention.name} got {what}, which no attention contract covers; "
                 "pack the sequences and set attention_dropout to 0"
             )
-
-
-def _put_last(cached: Tensor, rows: Tensor, *, in_place: bool) -> Tensor:
-    """Replace the newest rows; in place where a cache owns them, so that later steps see it."""
-    new = from_head_rows(rows, cached.shape[0])
-    if in_place:
-        cached[:, :, -new.shape[2] :] = new
-        return cached
-    return torch.cat([cached[:, :, : -new.shape[2]], new], dim=2)

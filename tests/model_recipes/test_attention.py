@@ -142,3 +142,29 @@ def test_an_attention_module_without_a_plan_says_so(model: Any, sequences: list[
     model.config._attn_implementation = name
     with pytest.raises(ContractError, match="carries no plan"):
         model.model(**packed(sequences))
+
+
+@pytest.mark.parametrize("spec", ["tiny:kimi_linear", "tiny:llama"])
+def test_rows_put_into_transformers_cache_are_read_by_every_later_step(spec: str) -> None:
+    """A cache of latents (Kimi-Linear) is expanded anew by each step; one of keys is not."""
+    from transformers import DynamicCache
+
+    model: Any = tiny.build(spec, dtype=torch.float32)
+    instrument = apply_plan(model, stock_plan(), "module")
+    outputs: list[Tensor] = []
+
+    def put_twos(call: SiteCall) -> Tensor | None:
+        if call.site.op_class == "attention":
+            outputs.append(call.output)
+        return torch.full_like(call.output, 2.0) if call.site.op_class == "kv_write" else None
+
+    instrument.listener = put_twos
+    cache = DynamicCache(config=model.config)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        for first, last in ((0, 35), (35, 36), (36, 37)):
+            model(ids[:, first:last], past_key_values=cache, use_cache=True)
+    instrument.remove()
+    assert len(outputs) == 3 * sum(site.op_class == "attention" for site in instrument.sites)
+    for output in outputs:  # every value read was a two, so is their mean
+        torch.testing.assert_close(output, torch.full_like(output, 2.0), rtol=1e-5, atol=0.0)
