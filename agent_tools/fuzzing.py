@@ -9,6 +9,9 @@ replayed first; an entry that cannot be read or is no longer legal is an error t
 Examples are the same in every run (hypothesis, derandomised); a failure is shrunk over the moves
 of :mod:`.moves`: fewer events first, then fewer tokens, requests, padding rows.
 
+``rollouts=8`` also samples under that many random policies. What was drawn is then forced: the
+executed schedule runs again on those tokens, and the trainer scores them; all three must agree.
+
 hypothesis is not part of the base install; without it :func:`fuzz` says how to get it.
 """
 
@@ -20,12 +23,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..kernels.attention import PAGE
 from ..kernels.errors import CapabilityError, DiskError, ScheduleError
 from ..model_recipes.models import LoadedModel
-from ..trainer.engines.base import Request, Run, Scenario, Schedule, Step
+from ..trainer.engines.base import Policy, Request, Run, Sampling, Scenario, Schedule, Step
 from ..trainer.engines.build import make_engine
 from ..trainer.engines.legal import require_legal
-from ..trainer.engines.paged import PagedEngine
+from ..trainer.engines.packed import PackedEngine
+from ..trainer.engines.paged import PagedEngine, replay
 from ..trainer.engines.schedule_file import load_schedule, to_json
 from ..trainer.engines.schedules import build_schedule
 from .moves import Advance, Drop, Move, Start, schedule_of
@@ -80,6 +85,8 @@ class FuzzReport:
     distinct: int = 0
     replayed: int = 0
     compared: int = 0
+    rollouts: int = 0
+    """Sampled under a random policy, then forced through the executed schedule."""
     kinds: Counter[str] = field(default_factory=Counter[str])
     failure: Failure | None = None
 
@@ -104,17 +111,19 @@ def fuzz(
     examples: int = 500,
     corpus: Path | None = None,
     requests: Sequence[Request] | None = None,
+    rollouts: int = 0,
 ) -> FuzzReport:
     """Replay the corpus, then draw schedules until one differs or ``examples`` were equal.
 
-    examples: how many different schedules. Raises CapabilityError without hypothesis, ScheduleError
-    for an unusable corpus entry.
+    examples: how many different schedules. rollouts: how many random policies to sample under.
+    Raises CapabilityError without hypothesis, ScheduleError for an unusable corpus entry.
     """
     hypothesis = _hypothesis()
     chosen = tuple(requests or fuzz_requests(loaded.config.vocab_size))
     packed = make_engine("packed", loaded, plan)
     paged = make_engine("paged", loaded, plan, instrument=packed.instrument)
     assert isinstance(paged, PagedEngine)
+    assert isinstance(packed, PackedEngine)
     try:
         whole = build_schedule("packed", chosen, packed.state_specs())
         wanted = _bits(packed.run(_scenario(loaded, chosen, whole)))
@@ -123,9 +132,45 @@ def fuzz(
             trial.replay(path)
         if trial.report.failure is None:
             _search(hypothesis, trial, examples)
+        for seed in range(rollouts):
+            if trial.report.failure is None:
+                trial.report.failure = _rollout(trial, packed, seed)
         return trial.report
     finally:
         packed.close()
+
+
+def _rollout(trial: "_Trial", packed: PackedEngine, seed: int) -> Failure | None:
+    """Sample under a random policy; then force what was drawn, in the same steps and packed."""
+    rng, report = random.Random(seed), trial.report
+    prompts = [
+        Request(
+            id=request.id, tokens=request.tokens[: SHARED + rng.randrange(1, 5)],
+            sampling=Sampling(temperature=1.0, seed=seed, max_new_tokens=rng.randrange(8, 25)),
+        )
+        for request in trial.requests
+    ]  # fmt: skip
+    longest = max(len(p.tokens) + p.sampling.max_new_tokens for p in prompts)
+    policy = Policy(
+        max_step_tokens=rng.choice((7, 19, 33, 64)),
+        max_running=rng.choice((1, 2, 3)),
+        num_pages=-(-longest // PAGE) + rng.randrange(0, 4),
+    )
+    drawn = trial.engine.generate(prompts, policy)
+    wanted = _bits(drawn)
+    whole = build_schedule("packed", drawn.requests, packed.state_specs())
+    forced = [
+        _bits(trial.engine.run(replay(drawn))),
+        _bits(packed.run(_scenario(trial.loaded, drawn.requests, whole))),
+    ]
+    report.rollouts += 1
+    report.compared += len(forced) * len(wanted)
+    report.kinds.update(event_kinds(drawn.executed))
+    odd = sorted({t for t, bits in wanted.items() for other in forced if other.get(t) != bits})
+    if not odd:
+        return None
+    source = f"rollout {seed} under {policy}"
+    return Failure(schedule=drawn.executed, tokens=tuple(odd), shrunk=False, source=source)
 
 
 def corpus_entries(corpus: Path | None) -> list[Path]:
@@ -273,5 +318,3 @@ def _scenario(loaded: LoadedModel, requests: tuple[Request, ...], schedule: Sche
 
 def _bits(run: Run) -> dict[Token, int]:
     return {(sample.request, sample.position): sample.logprob_bits for sample in run.samples}
-
-

@@ -29,6 +29,11 @@ Fault = Callable[[Observer], Observer]
 
 def self_test(runner: Runner, fault: Fault = lambda observer: observer) -> SelfTest:
     """Flip one activation bit and one weight bit; both must be found."""
+    with runner.held():
+        return _self_test(runner, fault)
+
+
+def _self_test(runner: Runner, fault: Fault) -> SelfTest:
     assert runner.schedule is not None
     shortest = min(runner.requests, key=lambda request: len(request.tokens))
     names = closure([runner.schedule], [shortest.id])

@@ -31,7 +31,7 @@ from ..trainer.engines.base import (
     Step,
 )
 from ..trainer.engines.build import ENGINES, AnyEngine, make_engine
-from .trace import Trace, Tracer, weight_digests
+from .trace import Digests, Trace, Tracer, weight_digests
 
 DEFAULT_SCHEDULES = {"transformers": "alone", "packed": "packed"}
 """Every other engine runs ``mixed`` unless the side says otherwise."""
@@ -102,10 +102,28 @@ class Runner:
     resolved: Plan | None = None
     sites: tuple[Site, ...] = ()
     seconds: float = 0.0
+    _held: AnyEngine | None = None
+    _digests: tuple[int, dict[str, Digests]] | None = None
+
+    @contextmanager
+    def held(self) -> Generator[None]:
+        """Several runs on one embedded engine: only runs may touch the model in this block."""
+        if self.side.engine not in ("paged", "packed"):
+            yield
+            return
+        with self.engine() as engine:
+            before, self._held = self._held, engine
+            try:
+                yield
+            finally:
+                self._held, self._digests = before, None
 
     @contextmanager
     def engine(self) -> Generator[AnyEngine]:
         """The engine with its plan applied, until the block ends."""
+        if self._held is not None:
+            yield self._held
+            return
         plan = self.side.plan or self.plan
         engine = make_engine(
             self.side.engine, self.model, self.resolved or plan, **self.side.engine_settings
@@ -127,9 +145,17 @@ class Runner:
         started = time.perf_counter()
         with self.engine() as engine:
             run = self._run(engine, observer, only)
-            trace = tracer.finish(run, engine.describe(), weight_digests(self.model.module))
+            trace = tracer.finish(run, engine.describe(), self._weights(engine))
         self.seconds = time.perf_counter() - started
         return trace
+
+    def _weights(self, engine: AnyEngine) -> dict[str, Digests]:
+        """Digests of every row of the weights; of a held engine, once a version."""
+        if self._held is None:
+            return weight_digests(self.model.module)
+        if self._digests is None or self._digests[0] != engine.version:
+            self._digests = engine.version, weight_digests(self.model.module)
+        return self._digests[1]
 
     def run(self) -> Run:
         """Run without watching."""

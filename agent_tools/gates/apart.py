@@ -12,6 +12,8 @@ One thread (``OMP_NUM_THREADS=1``) means one process. The digest of the prompts 
 
 import contextlib
 import multiprocessing
+import os
+import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -73,6 +75,7 @@ def _run(
     from .bench import Bench, requests_digest
     from .run import GATES, prompts_for, run_gate
 
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     asked, size = Request.model_validate_json(asked_text), Size(**counts)
     model = load_model(asked.model, dtype=asked.dtype, device=asked.device, seed=asked.seed)
@@ -88,3 +91,11 @@ def _run(
     finally:
         bench.release()
     return requests_digest(bench.prompts), [each.model_dump_json() for each in found]
+
+
+def _end_with_parent() -> None:
+    """A parent that was killed leaves no work running."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)

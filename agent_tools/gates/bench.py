@@ -39,7 +39,7 @@ from ..records import Divergence
 from ..rollouts import TokenCount
 from ..sides import Side
 
-BACKWARD_TOKENS = 40
+BACKWARD_TOKENS = 36
 """Leading tokens of a request that a backward pass runs on."""
 STEP_TOKENS = 96
 """Rows in one rollout step: few enough that prompts are chunked."""
@@ -252,7 +252,7 @@ class Bench:
         self.release()
         sides = (Side.parse(left), Side.parse(right))
         with tempfile.TemporaryDirectory() as name:
-            options = Options(progress=self.progress, causes=False, out=Path(name))
+            options = Options(progress=self.progress, causes=not self.quick, out=Path(name))
             found = localize(*sides, self.model, requests, plan=self.plan, options=options)
             heat = stored_heat_map(Path(name)) if found.status == "DIVERGENT" else None
         return found, heat

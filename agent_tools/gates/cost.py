@@ -116,6 +116,8 @@ def _endurance(bench: Bench, found: Findings) -> None:
     rollout = engines_on(bench.fresh(), bench.plan)
     learner = Learner(bench.fresh(), bench.plan, RATE)
     prompts = bench.prompts[:TRAINED]
+    if bench.size.timed < len(bench.prompts):
+        prompts = [_shorter(prompt) for prompt in prompts]
     steps = bench.size.training_steps
     compared = differing = 0
     roots = {rollout.paged.weights.root}

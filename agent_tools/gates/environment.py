@@ -133,9 +133,9 @@ def _activation_bit(bench: Bench, found: Findings) -> None:
         runner = Runner(
             side=Side.parse(side), model=bench.model, requests=requests, plan=bench.plan
         )
-        with runner.engine() as engine:
+        with runner.held(), runner.engine() as engine:
             runner.schedule = engine.schedule(runner.side.schedule, requests)
-        tested = self_test(runner)
+            tested = self_test(runner)
         found.control(f"one activation bit, {side}", tested.activation, 1, int(tested.passed),
                       red=tested.passed)  # fmt: skip
 

@@ -200,22 +200,38 @@ def _company(
         output.register_hook(lambda grad: reached.append(grad.flatten(0, -2).clone()))
 
     handle = table.register_forward_hook(keep)
+    continues = not bench.plan.is_stock and bench.model.device.type == "cpu"
+    named = dict(bench.model.module.named_parameters())
+    totals: list[dict[str, Tensor]] = []
+    by_autograd: list[str] = []
     try:
-        _backward(engine, [requests], weights)
-        bench.model.module.zero_grad(set_to_none=True)
-        _backward(engine, [[request] for request in requests], weights)
+        for batches in ([requests], [[request] for request in requests]):
+            bench.model.module.zero_grad(set_to_none=True)
+            sums = Accumulators(named) if continues else None
+            _backward(engine, batches, weights, sums)
+            if sums is not None:
+                by_autograd = [name for name, each in named.items() if each.grad is not None]
+                found_sums = {name: sums.gradient(name) for name in named}
+                totals.append({n: total for n, total in found_sums.items() if total is not None})
     finally:
         handle.remove()
     whole, split = reached[0], torch.cat(reached[1:])
     wrong = int((~bits.equal_rows(whole, split)).sum())
     found.part("gradient at every token's embedding, whole = one request a micro-batch",
                len(whole), wrong, "rows")  # fmt: skip
+    if continues:
+        first, second = totals
+        moved = [name for name, total in first.items() if not bits.equal(total, second[name])]
+        found.part("every weight's gradient, whole = continued over micro-batches", len(first),
+                   len(moved), "tensors", ", ".join(moved[:3]))  # fmt: skip
+        bench.model.module.zero_grad(set_to_none=True)
+        _backward(engine, [[request] for request in requests], weights)
+    if by_autograd:
+        found.notes.append(f"{len(by_autograd)} weights are summed by autograd: {by_autograd[:3]}")
     summed = gradients(bench.model)
     odd = sum(not bits.equal(ours[name], grad) for name, grad in summed.items())
     found.control("autograd's own sum over micro-batches", "one stock operator", len(summed), odd)
     found.require("micro-batches", len(requests), len(requests) > 1)
-    if not bench.plan.is_stock and bench.model.device.type == "cpu":
-        _continued(bench, found, requests, weights)
 
 
 def _backward(
@@ -232,26 +248,6 @@ def _backward(
             logprobs = engine.logprobs(batch)
             (-(logprobs * weights[at : at + count].to(logprobs.device)).sum()).backward()
         at += count
-
-
-def _continued(bench: Bench, found: Findings, requests: Sequence[Request], weights: Tensor) -> None:
-    """Every weight's gradient over micro-batches continued as the trainer does = the whole's."""
-    bench.progress("C6: micro-batches continued as one chain")
-    named = dict(bench.model.module.named_parameters())
-    totals: list[dict[str, Tensor | None]] = []
-    own: list[str] = []
-    for batches in ([requests], [[request] for request in requests]):
-        sums = Accumulators(named)
-        _backward(bench.on().packed, batches, weights, sums)
-        own = [name for name, parameter in named.items() if parameter.grad is not None]
-        totals.append({name: sums.gradient(name) for name in named})
-        bench.model.module.zero_grad(set_to_none=True)
-    whole, split = ({n: t for n, t in each.items() if t is not None} for each in totals)
-    odd = [name for name, total in whole.items() if not bits.equal(total, split[name])]
-    found.part("every weight's gradient, whole = continued over micro-batches", len(whole),
-               len(odd), "tensors", ", ".join(odd[:3]))  # fmt: skip
-    if own:
-        found.notes.append(f"{len(own)} weights are summed by autograd, first {own[0]}")
 
 
 def _chains(bench: Bench, found: Findings) -> None:

@@ -97,9 +97,9 @@ def _paddings(requests: Sequence[Request]) -> dict[str, Schedule]:
     return {
         "padded to the longest, one by one": Schedule(events=tuple(each)),
         "all, beside 33 padding rows": Schedule(events=(whole(requests, 33),)),
-        "micro-batches of three": Schedule(
+        "micro-batches of two": Schedule(
             events=tuple(
-                whole(requests[first : first + 3], 0) for first in range(0, len(requests), 3)
+                whole(requests[first : first + 2], 0) for first in range(0, len(requests), 2)
             )
         ),
     }

@@ -67,6 +67,22 @@ def test_a_chunk_dependent_tile_is_found_and_shrunk(
     )
 
 
+def test_rollouts_are_forced_again_and_a_decode_that_differs_is_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = load_model("tiny:llama")
+    healthy = fuzz(model, examples=1, rollouts=4)
+    assert (healthy.failure, healthy.rollouts) == (None, 4)
+    assert {"hit", "mixed", "decode"} <= set(healthy.kinds)
+    real = paged_batch.paged_attention
+    bad = chunk_dependent(real, lambda start, rows: start >= 2 * PAGE + 8 and rows == 1)
+    monkeypatch.setattr(paged_batch, "paged_attention", bad)
+    failure = fuzz(model, examples=1, rollouts=4).failure
+    assert failure is not None
+    assert failure.source.startswith("rollout 0 under Policy(")
+    assert all(position > 2 * PAGE + 8 for _, position in failure.tokens)
+
+
 def test_a_kept_failure_is_replayed_before_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
