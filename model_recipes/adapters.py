@@ -1,18 +1,19 @@
 """Low-rank adapters: beside the frozen base (unmerged) or added to its weights (merged).
 
     adapter = read_adapter("my-adapter")             # PEFT's adapter_config.json + safetensors
-    adapter = fresh_adapter(module, rank=8)          # on every linear module but the head
+    adapter = fresh_adapter(module, rank=8)          # on linear modules and embedding, not the head
     attached = attach(module, adapter)               # base frozen; y = W x + scale * up(down(x))
     attached.remove()                                # as before
     merge(module, adapter)                           # W + scale * up down, rounded once
 
 Unmerged, each adapted module becomes an :class:`AdaptedLinear` of three linear modules, a product
-and a sum: operator sites like all others, covered by the same contracts and gates. Merged and
+and a sum (:class:`AdaptedEmbedding`: two look-ups, then the same): operator sites like all others,
+covered by the same contracts and gates. Merged and
 unmerged are two policies with two sets of weights and other bits; ``zm`` calls a comparison between
 them MISALIGNED. Attach before a plan is applied.
 
-Left out: adapters of the LM head, of stacked experts, routers, convolutions and embeddings, which
-are no linear modules: they are refused by name. ``pytest tests/model_recipes/test_adapters.py``.
+Left out: adapters of the LM head, of an embedding tied to it, of stacked experts, routers and
+convolutions: they are refused by name. ``pytest tests/model_recipes/test_adapters.py``.
 """
 
 import json
@@ -30,16 +31,19 @@ from .apply import is_applied
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
+_HALVES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
+"""PEFT's names of a linear module's factors, and of an embedding's (those without ``.weight``)."""
 _UNKNOWN = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern",
             "target_parameters")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """``down [rank, in]`` and ``up [out, rank]`` of one module."""
+    """``down [rank, in]``, ``up [out, rank]`` of one module; an embedding's ``in`` are tokens."""
 
     down: Tensor
     up: Tensor
+    embedding: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +67,38 @@ class AdaptedLinear(nn.Module):
         return self.base(x) + self.up(self.down(x)) * self.scale
 
 
+class AdaptedEmbedding(nn.Module):
+    """A frozen embedding and a small one: ``base(ids) + up(down(ids)) * scale``."""
+
+    def __init__(self, base: nn.Embedding, factors: Factors, scale: float) -> None:
+        super().__init__()
+        self.base, self.scale = base, scale
+        tokens, rank = factors.down.shape[::-1]
+        self.down = nn.Embedding(tokens, rank, device="meta")
+        self.down.weight = _like(factors.down.t().contiguous(), base.weight)
+        self.up = _linear(factors.up, base.weight)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """``[...] -> [..., out]``."""
+        return self.base(ids) + self.up(self.down(ids)) * self.scale
+
+
+Adapted = AdaptedLinear | AdaptedEmbedding
+
+
+def _adapted(base: nn.Linear | nn.Embedding, factors: Factors, scale: float) -> Adapted:
+    if isinstance(base, nn.Embedding):
+        return AdaptedEmbedding(base, factors, scale)
+    return AdaptedLinear(base, factors, scale)
+
+
+def _like(weight: Tensor, like: Tensor) -> nn.Parameter:
+    return nn.Parameter(weight.detach().to(like.device, like.dtype, copy=True))
+
+
 def _linear(weight: Tensor, like: Tensor) -> nn.Linear:
     made = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    made.weight = nn.Parameter(weight.detach().to(like.device, like.dtype, copy=True))
+    made.weight = _like(weight, like)
     return made
 
 
@@ -79,16 +112,17 @@ class Attached:
         for parameter in self._frozen:
             parameter.requires_grad_(False)
         for path, base in self._bases.items():
-            _replace(module, path, AdaptedLinear(base, adapter.factors[path], adapter.scale))
+            _replace(module, path, _adapted(base, adapter.factors[path], adapter.scale))
 
     def adapter(self) -> Adapter:
         """The factors as they are now, for instance after training."""
-        found = {p: cast(AdaptedLinear, self._module.get_submodule(p)) for p in self._bases}
+        found = {p: cast(Adapted, self._module.get_submodule(p)) for p in self._bases}
         scale = next(iter(found.values())).scale
-        factors = {
-            path: Factors(down=each.down.weight.detach(), up=each.up.weight.detach())
-            for path, each in found.items()
-        }
+        factors: dict[str, Factors] = {}
+        for path, each in found.items():
+            down, rows = each.down.weight.detach(), isinstance(each, AdaptedEmbedding)
+            down = down.t().contiguous() if rows else down
+            factors[path] = Factors(down=down, up=each.up.weight.detach(), embedding=rows)
         return Adapter(scale=scale, factors=factors)
 
     def remove(self) -> None:
@@ -115,15 +149,19 @@ def merge(module: nn.Module, adapter: Adapter) -> None:
     _check(module, adapter)
     with torch.no_grad():
         for path, each in adapter.factors.items():
-            weight = _target(module, path).weight
-            up, down = (x.to(weight.device).float() for x in (each.up, each.down))
-            weight.copy_((weight.float() + adapter.scale * (up @ down)).to(weight.dtype))
+            base = _target(module, path)
+            up, down = (x.to(base.weight.device).float() for x in (each.up, each.down))
+            added = adapter.scale * (up @ down)
+            added = added.t() if isinstance(base, nn.Embedding) else added
+            base.weight.copy_((base.weight.float() + added).to(base.weight.dtype))
 
 
 def fresh_adapter(
     module: nn.Module, *, rank: int, alpha: float | None = None, seed: int = 0, spread: float = 0.0
 ) -> Adapter:
-    """Factors for every linear module but the LM head. alpha: by default ``2 * rank``.
+    """Factors for every linear module but the LM head, and for an embedding that is not tied to it.
+
+    alpha: by default ``2 * rank``.
 
     spread: standard deviation of ``up``; 0, as training begins, leaves the model what it computes.
     """
@@ -132,10 +170,13 @@ def fresh_adapter(
     generator = torch.Generator().manual_seed(seed)
     factors: dict[str, Factors] = {}
     for path, child in module.named_modules():
-        if type(child) is nn.Linear and child is not _head(module):
-            down = torch.randn(rank, child.in_features, generator=generator)
-            up = torch.randn(child.out_features, rank, generator=generator) * spread
-            factors[path] = Factors(down=down / math.sqrt(child.in_features), up=up)
+        if _unfit(module, child) is None:
+            width, out = _sizes(cast("nn.Linear | nn.Embedding", child))
+            rows = isinstance(child, nn.Embedding)
+            down = torch.randn(rank, width, generator=generator)
+            up = torch.randn(out, rank, generator=generator) * spread
+            down = down / math.sqrt(rank if rows else width)  # a look-up adds nothing up
+            factors[path] = Factors(down=down, up=up, embedding=rows)
     return Adapter(scale=(alpha or 2.0 * rank) / rank, factors=factors)
 
 
@@ -161,13 +202,18 @@ def read_adapter(folder: str | Path) -> Adapter:
     for name, tensor in tensors.items():
         path, _, half = name.removeprefix(_PREFIX).removesuffix(".weight").rpartition(".")
         halves.setdefault(path, {})[half] = tensor
-    wrong = [path for path, pair in halves.items() if pair.keys() != {"lora_A", "lora_B"}]
+    wrong = [path for path, pair in halves.items() if tuple(sorted(pair)) not in _HALVES]
     if wrong:
         raise CheckpointError(
             f"{folder / TENSORS} has no pair lora_A.weight, lora_B.weight for {wrong[0]}; export "
             "the adapter again"
         )
-    factors = {p: Factors(down=pair["lora_A"], up=pair["lora_B"]) for p, pair in halves.items()}
+    factors: dict[str, Factors] = {}
+    for path, pair in halves.items():
+        names = tuple(sorted(pair))
+        factors[path] = Factors(
+            down=pair[names[0]], up=pair[names[1]], embedding=names == _HALVES[1]
+        )
     odd = [path for path, each in factors.items() if each.down.shape[0] != rank]
     if odd:
         has = factors[odd[0]].down.shape[0]
@@ -184,9 +230,9 @@ def write_adapter(adapter: Adapter, folder: str | Path) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     rank = next(iter(adapter.factors.values())).down.shape[0]
     named = {
-        f"{_PREFIX}{path}.{half}.weight": tensor.contiguous()
+        f"{_PREFIX}{path}.{half}{'' if each.embedding else '.weight'}": tensor.contiguous()
         for path, each in adapter.factors.items()
-        for half, tensor in (("lora_A", each.down), ("lora_B", each.up))
+        for half, tensor in zip(_HALVES[each.embedding], (each.down, each.up), strict=True)
     }
     save_file(named, folder / TENSORS)
     targets = sorted({path.rpartition(".")[2] for path in adapter.factors})
@@ -203,7 +249,7 @@ def _check(module: nn.Module, adapter: Adapter) -> None:
         raise CheckpointError(f"the adapter's scale is {adapter.scale}; give a finite one")
     for path, each in adapter.factors.items():
         base = _target(module, path)
-        wanted = (base.in_features, base.out_features)
+        wanted = _sizes(base)
         fits = each.down.dim() == each.up.dim() == 2 and each.down.shape[0] == each.up.shape[1]
         if not fits or (each.down.shape[1], each.up.shape[0]) != wanted:
             raise CheckpointError(
@@ -215,8 +261,8 @@ def _check(module: nn.Module, adapter: Adapter) -> None:
             raise CheckpointError(f"the adapter of {path} has values that are not finite; mend it")
 
 
-def _target(module: nn.Module, path: str) -> nn.Linear:
-    """The linear module of that path; CheckpointError says why there is none."""
+def _target(module: nn.Module, path: str) -> nn.Linear | nn.Embedding:
+    """The module of that path; CheckpointError says why it takes no adapter."""
     try:
         child = module.get_submodule(path)
     except AttributeError:
@@ -224,14 +270,32 @@ def _target(module: nn.Module, path: str) -> nn.Linear:
             f"the adapter names {path or 'no module at all'}, which this model does not have; "
             "`zm inspect MODEL` lists its modules"
         ) from None
-    if isinstance(child, AdaptedLinear):
+    if isinstance(child, Adapted):
         raise CheckpointError(f"{path} carries an adapter already; remove() it first")
-    if type(child) is not nn.Linear or child is _head(module):
+    unfit = _unfit(module, child)
+    if unfit is not None:
         raise CheckpointError(
-            f"{path} is a {type(child).__name__}{' (the head)' if child is _head(module) else ''}; "
-            "adapters go on linear modules below the head: leave it out, or merge it beforehand"
+            f"{path} is a {type(child).__name__}{unfit}; adapters go on linear modules below the "
+            "head and on an embedding that is not tied to it: leave it out, or merge it beforehand"
         )
-    return child
+    return cast("nn.Linear | nn.Embedding", child)
+
+
+def _unfit(module: nn.Module, child: nn.Module) -> str | None:
+    """Why a module takes no adapter, to be put behind its name; None where it does."""
+    head = _head(module)
+    if type(child) not in (nn.Linear, nn.Embedding):
+        return ""
+    if child is head:
+        return " (the head)"
+    tied = head is not None and cast(Any, child).weight is cast(Any, head).weight
+    return " (tied to the head)" if tied else None
+
+
+def _sizes(base: nn.Linear | nn.Embedding) -> tuple[int, int]:
+    if isinstance(base, nn.Embedding):
+        return base.num_embeddings, base.embedding_dim
+    return base.in_features, base.out_features
 
 
 def _head(module: nn.Module) -> nn.Module | None:

@@ -85,12 +85,14 @@ def policies(model: LoadedModel, adapter: Adapter) -> dict[str, list[Run]]:
     return found
 
 
-def test_every_linear_module_below_the_head_is_adapted(
+def test_every_linear_module_below_the_head_and_the_embedding_are_adapted(
     model: LoadedModel, adapter: Adapter
 ) -> None:
     head = module_of(model).get_output_embeddings()
     linear = {n for n, m in model.module.named_modules() if type(m) is nn.Linear and m is not head}
-    assert set(adapter.factors) == linear
+    embedding = {n for n, f in adapter.factors.items() if f.embedding}
+    assert set(adapter.factors) == linear | embedding
+    assert embedding == {"model.embeddings"}
     assert {"in_proj", "out_proj", "q_proj"} <= {name.rpartition(".")[2] for name in linear}
 
 
@@ -179,6 +181,17 @@ def test_written_and_read_it_is_the_same(tmp_path: Path, adapter: Adapter) -> No
     assert again.scale == adapter.scale
     assert again.factors.keys() == adapter.factors.keys()
     assert all(bits.equal(again.factors[p].down, f.down) for p, f in adapter.factors.items())
+    assert all(again.factors[p].embedding == f.embedding for p, f in adapter.factors.items())
+    names = load_file(tmp_path / TENSORS)
+    assert names["base_model.model.model.embeddings.lora_embedding_A"].shape == (4, 3011)
+
+
+def test_an_embedding_that_is_tied_to_the_head_is_refused(adapter: Adapter) -> None:
+    tied = load_model("tiny:llama").module
+    assert not any(f.embedding for f in fresh_adapter(tied, rank=2).factors.values())
+    factors = adapter.factors["model.embeddings"]
+    with pytest.raises(CheckpointError, match="tied to the head"):
+        merge(tied, replace(adapter, factors={"model.embed_tokens": factors}))
 
 
 def test_adapters_that_do_not_fit_are_refused_by_name(model: LoadedModel, adapter: Adapter) -> None:
