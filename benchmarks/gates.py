@@ -31,8 +31,8 @@ RUNS = LARGE + [
 ]
 """(model, dtype, plan, quick)"""
 RED = {"C1", "C4", "C5"}
-COLUMNS = ("model", "dtype", "plan", "machine", "exit code", "seconds", "gates failed",
-           "tokens compared", "tokens that differ", "tokens of C5")  # fmt: skip
+COLUMNS = ("model", "dtype", "plan", "machine", "made (UTC)", "exit code", "seconds",
+           "gates failed", "tokens compared", "tokens that differ", "tokens of C5")  # fmt: skip
 HEADER = """# Gates
 
 Written by `python benchmarks/gates.py runs/gates`. Each row is one run of
@@ -94,7 +94,8 @@ def row(report: GateReport, letter: str) -> str:
     failed = ", ".join(report.failed) or "none"
     cells = (
         report.request.model + quick, report.request.dtype,
-        "stock" if report.plan.is_stock else "aligned", letter, report.exit_code,
+        "stock" if report.plan.is_stock else "aligned", letter,
+        report.created[:16].replace("T", " "), report.exit_code,
         f"{report.seconds:.0f}", failed + (f" (inconclusive: {', '.join(void)})" if void else ""),
         f"{sum(n for n, _ in tokens):,}", f"{sum(n for _, n in tokens):,}",
         f"{trainer[1]:,} of {trainer[0]:,} differ",

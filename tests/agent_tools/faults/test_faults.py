@@ -16,6 +16,7 @@ from zeromismatch.agent_tools.sides import Side
 from zeromismatch.agent_tools.trace import Trace, Tracer, weight_digests
 from zeromismatch.agent_tools.verdict import compare_traces
 from zeromismatch.kernels import dispatch
+from zeromismatch.kernels.certify import load_operators
 from zeromismatch.kernels.errors import UsageError
 from zeromismatch.model_recipes.models import LoadedModel
 from zeromismatch.model_recipes.plan import aligned_plan
@@ -65,6 +66,7 @@ def test_without_the_fault_nothing_is_named(model: LoadedModel, name: str) -> No
 
 
 def test_a_fault_ends_with_its_block(model: LoadedModel) -> None:
+    load_operators()
     contract = "rmsnorm.lanes16.float32.cpu.v1"
     served = dispatch.choose(contract)
     with plant("B01", model):
