@@ -26,11 +26,11 @@ counts as 20 rows more (it reads every weight), a row with a backward pass as fi
 LEAST = {
     QUICK: Size(
         requests=3, reply=14, fuzzed=3, fuzz_requests=2, backward=4, gradient_requests=3, long=144,
-        rounds=3, training_steps=2, phase_requests=2, timed=2,
+        rounds=3, training_steps=2, phase_requests=2, timed=2, backward_tokens=36,
     ),
     FULL: Size(
         requests=6, reply=20, fuzzed=8, fuzz_requests=3, backward=20, gradient_requests=3, long=512,
-        rounds=3, training_steps=4, phase_requests=4, timed=3,
+        rounds=3, training_steps=4, phase_requests=4, timed=3, backward_tokens=36,
     ),
 }  # fmt: skip
 """The floors."""

@@ -251,13 +251,13 @@ def check_phase(bench: Bench, found: Findings) -> None:
     found.require(f"the shortest request ran through {TILES} {what}", f"{shortest} tokens",
                   shortest > (TILES - 1) * size)  # fmt: skip
     layers = engines.paged.instrument.recurrent.values()
-    for op_class in ("attention", *sorted({f"recurrence_{layer.kind}" for layer in layers})):
+    bench.progress("C4: red control, a stock operator")
+    controls = {bench.stock_operator[0]: bench.stock_operator[1]}
+    for op_class in sorted({f"recurrence_{layer.kind}" for layer in layers}):
         bench.progress(f"C4: red control, stock {op_class}")
-        if op_class == "attention":
-            control = bench.stock_attention[0]
-        else:
-            red, few = bench.on(with_stock(bench.plan, op_class)), requests[:2]
-            control = compare_scored(red.run("decode", few), red.run("alone", few))
+        red, few = bench.on(with_stock(bench.plan, op_class)), requests[:2]
+        controls[op_class] = compare_scored(red.run("decode", few), red.run("alone", few))
+    for op_class, control in controls.items():
         found.control(f"stock {op_class}", "one stock operator class", control.compared,
                       control.differing)  # fmt: skip
     if found.differs():

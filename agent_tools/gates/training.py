@@ -5,7 +5,7 @@ whole requests one by one; with gradient checkpointing, logprobs and gradients. 
 nothing if both compute another model, so the logprobs' error against transformers' own module,
 untouched, in fp64, may be at most twice that of the stock model at the same dtype; and a model
 whose next token is nearly random proves nothing either: its mean entropy may be at most 70 % of a
-uniform one's. Red controls: stock attention, and a rotary table that is wrong in one row of a
+uniform one's. Red controls: a stock operator, and a rotary table that is wrong in one row of a
 hundred.
 
 C6 is in ``gradient.py``.
@@ -55,9 +55,9 @@ def check(bench: Bench, found: Findings) -> None:
     _checkpointing(bench, found)
     _accuracy(bench, found)
     _entropy(bench, found)
-    bench.progress("C5: red control, stock attention")
-    control = bench.stock_attention[1]
-    found.control("stock attention", "one stock operator class", control.compared,
+    bench.progress("C5: red control, a stock operator")
+    op_class, _, control = bench.stock_operator
+    found.control(f"stock {op_class}", "one stock operator class", control.compared,
                   control.differing)  # fmt: skip
 
 
