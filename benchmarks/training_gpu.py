@@ -179,8 +179,10 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
         outcome = train(setup, folder, resume=(folder / "config.json").exists(), sink=sink,
                         model=model)  # fmt: skip
     records = read_journal(folder)
-    late = records[setup.config.lag + 5 :] or records
-    steps = [b - a for a, b in pairwise(ends)][setup.config.lag + 5 :] or [0.0]
+    early = setup.config.lag + 5  # updates of a stretch before its pace is steady
+    late = records[early:] or records
+    here = records[len(records) - len(ends) :][early:]  # as `steps`: of this stretch alone
+    steps = [b - a for a, b in pairwise(ends)][early:] or [0.0]
     first, last, error = rise([record.reward for record in records])
     tenth = max(1, len(memory) // 10)
     return {
@@ -195,8 +197,8 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
         "reward": [first, last, error],
         "d3_peak": max(record.d3 for record in records),
         "step_ms": statistics.median(steps) * 1e3,
-        "publication_share": share(late, "sync", steps),
-        "idle_share": share(late, "wait", steps),
+        "publication_share": share(here, "sync", steps),
+        "idle_share": share(here, "wait", steps),
         **{
             f"{name}_ms": statistics.median(getattr(record, f"{name}_seconds") for record in late)
             * 1e3
@@ -212,7 +214,10 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
 
 
 def share(records: list[Any], part: str, steps: list[float]) -> float | None:
-    """Of the time of all steps, how much a part of them took; None before there are any."""
+    """Of the time of all steps, how much a part of them took; None before there are any.
+
+    steps: from one of the records' ends to the next.
+    """
     spent = [getattr(record, f"{part}_seconds") for record in records[1:]]
     return sum(spent) / sum(steps) if any(steps) else None
 
