@@ -12,9 +12,9 @@ place, the fp32 chains that earlier micro-batches left, and hands autograd nothi
 
 A weight with two uses (an embedding that is also the head) has a chain for each; they are added at
 the end in the order of their names. An operator that does not know this module leaves its gradient
-in ``.grad``, which is added last: then the split does matter. On a GPU weights of products continue
-in whole blocks of tokens (``linear/gpu.py``), and norms and embeddings add a finished sum for each
-micro-batch: fp32 all the way, but the split shows. One weight used twice by the same
+in ``.grad``, which is added last: then the split does matter. On a GPU weights of products and
+norms continue in whole blocks of 8,192 tokens (``linear/gpu.py``), and embeddings add a finished
+sum for each micro-batch: fp32 all the way, but the split shows. One weight used twice by the same
 operator within a micro-batch would interleave two chains, and is refused.
 """
 
@@ -60,9 +60,12 @@ class Accumulators:
             _ACTIVE.accumulators = before
 
     def chain(self, weight: Tensor, use: str) -> Tensor | None:
-        """fp32, the weight's shape: where ``use`` of ``weight`` adds; None for a foreign weight."""
+        """fp32, the weight's shape: where ``use`` of ``weight`` adds; None for a foreign weight.
+
+        A view that only drops dimensions of 1 (a convolution's weight) is the weight itself.
+        """
         name = self._names.get(weight.data_ptr())
-        if name is None or self.parameters[name].shape != weight.shape:
+        if name is None or _shape(self.parameters[name]) != _shape(weight):
             return None
         key = (name, use)
         if key in self._used:
@@ -73,9 +76,9 @@ class Accumulators:
         self._used.add(key)
         if key not in self._chains:
             self._chains[key] = torch.zeros(
-                weight.shape, dtype=torch.float32, device=weight.device
+                self.parameters[name].shape, dtype=torch.float32, device=weight.device
             )
-        return self._chains[key]
+        return self._chains[key].view(weight.shape)
 
     def gradient(self, name: str) -> Tensor | None:
         """fp32 sum of all micro-batches so far; None where nothing arrived."""
@@ -96,6 +99,10 @@ class Accumulators:
             chain.zero_()
         for tensor in self.parameters.values():
             tensor.grad = None
+
+
+def _shape(weight: Tensor) -> list[int]:
+    return [size for size in weight.shape if size != 1]
 
 
 def chain_of(weight: Tensor, use: str) -> Tensor | None:

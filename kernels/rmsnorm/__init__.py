@@ -31,6 +31,9 @@ __all__ = ["rmsnorm", "rmsnorm_backward", "rmsnorm_residual", "rmsnorm_wide"]
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False) -> Tensor:
     """Normalise the last dimension of ``x [..., H]``, fp32 or bf16; ``weight [H]`` of its dtype."""
+    if x.dim() == 4 and x.stride(1) < x.stride(2):  # heads before tokens: a token's rows together
+        y = rmsnorm(x.transpose(1, 2), weight, eps, unit_offset=unit_offset)
+        return y.transpose(1, 2)
     if x.is_cuda:
         return gpu.rmsnorm(x, weight, eps, unit_offset=unit_offset)
     rows = _rows(x, weight)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from zeromismatch.kernels import adversarial, bits
+from zeromismatch.kernels.accumulation import Accumulators
 from zeromismatch.kernels.contract import Contract, Implementation, implementations
 from zeromismatch.kernels.errors import ContractError
 from zeromismatch.kernels.reference import rmsnorm as definition
@@ -187,6 +188,20 @@ def test_dx_rows_are_independent_and_dw_continues_over_micro_batches(
         part, _ = rmsnorm_backward(dy[rows], s[rows], weight, EPS, accumulate_into=chain)
         assert bits.equal(part, dx[rows])
     assert bits.equal(chain, dw)
+
+
+def test_heads_before_tokens_continue_over_micro_batches_too() -> None:
+    x, up = (torch.randn(1, 3, 9, 16).transpose(1, 2).contiguous().transpose(1, 2) for _ in "xu")
+    weight = torch.randn(16, requires_grad=True)
+    whole = rmsnorm(x, weight, 1e-6)
+    tokens_first = rmsnorm(x.transpose(1, 2).contiguous(), weight, 1e-6)
+    assert bits.equal(whole.transpose(1, 2).contiguous(), tokens_first)
+    (wanted,) = torch.autograd.grad(whole, weight, up)
+    sums = Accumulators({"w": weight})
+    for part in (slice(0, 4), slice(4, 9)):
+        with sums.micro_batch():
+            rmsnorm(x[:, :, part], weight, 1e-6).backward(up[:, :, part])
+    assert bits.equal(sums.gradient("w"), wanted)
 
 
 @pytest.mark.parametrize("unit_offset", [False, True])
