@@ -48,7 +48,7 @@ machine at that hour, beside whatever else it did; loading the model is not in t
 `--quick` of smollm2-135m should end within 180 s. On two AVX2 cores it does not: 198 s. With two
 AVX-512 threads beside nine other runs it took 148 s with loading, the whole gates 211 s.
 
-Aligned rows in bf16 are from AVX2, but for Gemma 3's. On the AVX-512 machine stock's bf16 products
+Aligned rows in bf16 are from AVX2. On the AVX-512 machine stock's bf16 products
 use AMX, and C10 alone fails for Llama, Qwen2, Qwen3 and Mistral: 0.51 to 0.58 of stock's tokens a
 second, where 0.70 is asked. Llama's and Qwen3's bf16 rows from before 13:00 are of gates that did
 not yet compare every weight's gradient over micro-batches; there, at 19:57, C6 with it passed.
