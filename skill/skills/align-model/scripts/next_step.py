@@ -23,6 +23,7 @@ PAGES = {
     "padding read": "batch-variance",
     "nondeterminism": "batch-variance",
     "model-defined": "ties-and-experts",
+    "wrong formula": "day-0",
     "unclassified": "day-0",
 }
 EXITS = {"EQUAL": 0, "DIVERGENT": 1, "MISALIGNED": 3, "INCONCLUSIVE": 3,
