@@ -109,6 +109,11 @@ def compare_tokens(left: Run, right: Run) -> TokenCount:
     )
 
 
+def steps_of(executed: Schedule) -> list[Step]:
+    """The forward passes of a schedule."""
+    return [event for event in executed.events if isinstance(event, Step)]
+
+
 def batching_facts(executed: Schedule, requests: Sequence[Request]) -> BatchingFacts:
     """Count what the executed schedule contains. Prompts end at the first sampled token."""
     prompts = {
@@ -117,7 +122,7 @@ def batching_facts(executed: Schedule, requests: Sequence[Request]) -> BatchingF
         else len(request.tokens)
         for request in requests
     }
-    steps = [event for event in executed.events if isinstance(event, Step)]
+    steps = steps_of(executed)
     pieces: dict[str, int] = {}
     mixed = 0
     for step in steps:

@@ -228,15 +228,16 @@ class Bench:
         from .scale import long_request
 
         few = (*self.requests[:2], long_request(self.requests, self.size.long))
-        tried = STOCK_TRIED[:1] if self.plan.is_stock else STOCK_TRIED
-        for op_class in tried:
+        found: list[tuple[str, TokenCount, TokenCount]] = []
+        for op_class in STOCK_TRIED[:1] if self.plan.is_stock else STOCK_TRIED:
             red = self.on(with_stock(self.plan, op_class))
             decoded = red.run("decode", few)
-            whole, packed = red.run("alone", few), red.pack(few)
-            counts = compare_scored(decoded, whole), compare_scored(decoded, packed)
-            if all(count.differing for count in counts):
+            whole, packed = (compare_scored(decoded, run)
+                             for run in (red.run("alone", few), red.pack(few)))  # fmt: skip
+            found.append((op_class, whole, packed))
+            if whole.differing and packed.differing:
                 break
-        return op_class, *counts
+        return found[-1]
 
     @functools.cached_property
     def packed(self) -> Run:

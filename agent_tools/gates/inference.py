@@ -27,7 +27,7 @@ from ...trainer.engines.paged import replay
 from ...trainer.engines.schedules import prompt_length
 from ..align import shorten
 from ..flips import FlipBit
-from ..rollouts import TokenCount, batching_facts, compare_tokens
+from ..rollouts import TokenCount, batching_facts, compare_tokens, steps_of
 from .base import Findings, Gate
 from .bench import Bench, Engines, Quiet, compare_scored, cut, only, with_stock
 from .load import Load
@@ -167,8 +167,7 @@ def planted_bit(engines: Engines, request: Request, kind: type[FlipBit] = FlipBi
 
 
 def _steps_of(schedule: Schedule, size: int) -> int:
-    steps = (event for event in schedule.events if isinstance(event, Step))
-    return sum(len(step.slices) == size for step in steps)
+    return sum(len(step.slices) == size for step in steps_of(schedule))
 
 
 def _groups(requests: Sequence[Request], size: int, padded: int = 0) -> Schedule:
@@ -304,7 +303,7 @@ def _happened(name: str, executed: Schedule) -> tuple[str, int]:
     kind: type[Event] | None = {"prefix-hit": Hit, "preempt": Preempt, "evict": Evict}.get(name)
     if kind is not None:
         return kind.__name__.lower() + "s", sum(isinstance(e, kind) for e in executed.events)
-    pieces = [p for e in executed.events if isinstance(e, Step) for p in e.slices]
+    pieces = [piece for step in steps_of(executed) for piece in step.slices]
     rows = 1 if name == "decode" else int(name.rpartition(" ")[2])
     later = sum(piece.start > 0 and piece.stop - piece.start <= rows for piece in pieces)
     return f"steps of at most {rows} rows on cached state", later
@@ -313,8 +312,8 @@ def _happened(name: str, executed: Schedule) -> tuple[str, int]:
 def _reached(executed: Schedule) -> dict[str, int]:
     """How far each request was run."""
     reached: dict[str, int] = {}
-    for event in executed.events:
-        for piece in event.slices if isinstance(event, Step) else ():
+    for step in steps_of(executed):
+        for piece in step.slices:
             reached[piece.request] = max(reached.get(piece.request, 0), piece.stop)
     return reached
 

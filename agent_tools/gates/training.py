@@ -22,7 +22,7 @@ from ...kernels import bits
 from ...trainer.engines.base import Request, Schedule, SiteCall, Slice, Step
 from ..accuracy import Accuracy, measure_accuracy, reference_logprobs
 from ..align import shorten
-from ..rollouts import batching_facts, compare_tokens, logprob_values
+from ..rollouts import batching_facts, compare_tokens, logprob_values, steps_of
 from .base import Findings, Gate
 from .bench import Bench, compare_scored, gradients, only
 from .inference import culprit_lines
@@ -59,11 +59,6 @@ def check(bench: Bench, found: Findings) -> None:
     op_class, _, control = bench.stock_operator
     found.control(f"stock {op_class}", "one stock operator class", control.compared,
                   control.differing)  # fmt: skip
-
-
-def steps_of(executed: Schedule) -> list[Step]:
-    """The forward passes of an executed schedule."""
-    return [event for event in executed.events if isinstance(event, Step)]
 
 
 def _site_by_site(bench: Bench, found: Findings) -> None:

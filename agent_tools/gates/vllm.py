@@ -20,12 +20,12 @@ import torch
 from ...kernels.errors import ZeroMismatchError
 from ...model_recipes.plan import Plan, stock_plan
 from ...model_recipes.state import named_state, state_digest
-from ...trainer.engines.base import Hit, Observer, Policy, Request, Run, Scenario, Step
+from ...trainer.engines.base import Hit, Observer, Policy, Request, Run, Scenario
 from ...trainer.engines.build import make_engine
 from ...trainer.engines.vllm.engine import VllmEngine
 from ...trainer.engines.vllm.recurrent_options import is_recurrent
 from ..align import shorten
-from ..rollouts import TokenCount, batching_facts, compare_tokens
+from ..rollouts import TokenCount, batching_facts, compare_tokens, steps_of
 from . import cost, environment, inference, lifecycle, scale, training
 from .base import Check, Findings, Gate
 from .bench import Bench, compare_scored
@@ -169,7 +169,7 @@ def check_batch(bench: VllmBench, found: Findings) -> None:
             bench.progress(f"C3: {policy}, {size} requests")
             run = bench.score(policy, few)
             found.tokens(f"{policy}, {size} requests", compare_scored(run, expected))
-            steps = [e for e in run.executed.events if isinstance(e, Step)]
+            steps = steps_of(run.executed)
             found.require(f"{policy}: steps of {size} requests",
                           sum(len(step.slices) == size for step in steps))  # fmt: skip
     _bit_control(bench, found, "mixed", bench.score("mixed", requests))

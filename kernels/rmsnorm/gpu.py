@@ -198,13 +198,13 @@ def _grad(ctx: Any, dy: Tensor, ds: Tensor) -> tuple[Tensor | None, ...]:
     s, weight = ctx.saved_tensors
     eps, unit_offset, has_residual = ctx.settings
     chain = chain_of(weight, "rmsnorm") if ctx.needs_input_grad[2] else None
-    ds, dw = ds if has_residual else None, None
+    joins, dw = ds if has_residual else None, None
     if chain is None:
-        dx, dw = rmsnorm_grad_op(dy, s, weight, eps, unit_offset, ds, weight.dtype)
+        dx, dw = rmsnorm_grad_op(dy, s, weight, eps, unit_offset, joins, weight.dtype)
     else:
-        run = choose(serving(GRADIENTS, "rmsnorm_grad", s.dtype)).run
-        dx, summed = run(dy, s, weight, eps, unit_offset, ds, chain)
-        chain.copy_(summed)
+        dx, _ = rmsnorm_backward(
+            dy, s, weight, eps, unit_offset=unit_offset, ds=joins, accumulate_into=chain
+        )
     return dx, dx.clone() if has_residual else None, dw, None, None
 
 

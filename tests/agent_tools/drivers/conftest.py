@@ -26,6 +26,15 @@ KEY = "sk-test-0123456789abcdefghij"
 SDKS = ("anthropic", "openai")
 
 
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A PATH of one empty folder, for stand-ins of external programs."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
 @dataclass(frozen=True, kw_only=True)
 class Say:
     """One step of a scripted model, or of the network between."""

@@ -2,8 +2,6 @@
 
 import json
 import os
-import stat
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,8 @@ from zeromismatch.agent_tools.drivers.resume import replay
 from zeromismatch.agent_tools.drivers.transcript import read_transcript
 from zeromismatch.agent_tools.drivers.workbench import Workbench
 from zeromismatch.kernels.errors import CapabilityError
+
+from .stories import write_program
 
 FREE = {
     "claude": Budgets(waive_money=True, seconds=60, turns=7),
@@ -38,18 +38,8 @@ CLAIMS = {
 programs = pytest.mark.parametrize("program", ["claude", "codex"])
 
 
-@pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
-
-
 def install(path: Path, program: str, body: str) -> None:
-    file = path / program
-    file.write_text(f"#!{sys.executable}\nimport json, os, sys, time\n{body}\n")
-    file.chmod(file.stat().st_mode | stat.S_IXUSR)
+    write_program(path / program, f"import json, os, sys, time\n{body}\n")
 
 
 def says(program: str) -> str:

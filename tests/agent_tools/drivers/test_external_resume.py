@@ -38,14 +38,6 @@ Go = Callable[..., Outcome]
 
 
 @pytest.fixture
-def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    folder = tmp_path / "bin"
-    folder.mkdir()
-    monkeypatch.setenv("PATH", str(folder))
-    return folder
-
-
-@pytest.fixture
 def go(tmp_path: Path) -> Go:
     bench = Workbench("tiny:llama", tmp_path / "bench")
 

@@ -15,17 +15,14 @@ convolution, HK, HV key and value heads, K, V sizes.
 """
 
 import math
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
-from vllm.v1.attention.backend import (
-    AttentionBackend,
-    AttentionCGSupport,
-    AttentionMetadataBuilder,
-)
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from ....kernels.attention import PAGE, KVCache
@@ -47,43 +44,13 @@ class PagesMetadata:
     batch: RowBatch
 
 
-class PagesBackend(AttentionBackend):
-    """What vLLM asks of the layers that :class:`RecurrentPages` are."""
-
-    forward_includes_kv_cache_update = True
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
+class PagesBackend(AlignedAttention):
+    """What vLLM asks of the layers that :class:`RecurrentPages` are: as attention's, with which
+    they share a block table, but for what a step needs.
+    """
 
     @staticmethod
-    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        return [PAGE]  # as attention's, with which these layers share a block table
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        return True
-
-    @classmethod
-    def supported_kv_cache_layouts(cls) -> Any:
-        return compat.whole_block_layouts()
-
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int,
-        block_size: int,
-        num_kv_heads: int,
-        head_size: int,
-        cache_dtype_str: str = "auto",
-    ) -> tuple[int, ...]:
-        return (num_blocks, 2, block_size, num_kv_heads, head_size)
-
-    @staticmethod
-    def get_impl_cls() -> Any:
-        return AlignedImpl
-
-    @staticmethod
-    def get_builder_cls() -> type["PagesBuilder"]:
+    def get_builder_cls() -> Any:
         return PagesBuilder
 
 
@@ -160,8 +127,9 @@ class _Layer(nn.Module, AttentionLayerBase):
             self._views = (buffer.data_ptr(), self._over(buffer))
         return self._views[1]
 
+    @abstractmethod
     def _over(self, buffer: Tensor) -> Any:
-        raise NotImplementedError
+        """The cache's views into the buffer."""
 
 
 class AttentionPages(_Layer):
