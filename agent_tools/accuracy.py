@@ -3,7 +3,9 @@
 Equal bits on both sides prove nothing if both compute another model. So the logprobs of a run are
 compared with transformers' own module, untouched, cast to fp64; the allowance is twice the error
 that the stock model itself has at the run's dtype. Transformers keeps norms and rotary tables in
-fp32 even then, which costs about 8e-7 in a logprob: far below what is judged here.
+fp32 even then, which costs about 8e-7 in a logprob: far below what is judged here. In a mixture,
+each side has a reference of its own that takes every token through the experts which that side
+chose, and the choices are judged apart (``routing.py``).
 
     reference = reference_logprobs(pristine, run.requests)
     accuracy = measure_accuracy(reference, ours=run, stock=stock_run)
@@ -25,6 +27,7 @@ from ..model_recipes.models import LoadedModel
 from ..trainer.engines.base import Request, Run
 from .records import Record
 from .rollouts import logprob_values
+from .routing import Replay
 
 ALLOWANCE = 2.0
 Token = tuple[str, int]
@@ -107,16 +110,23 @@ def reference_logprobs(
     pristine: LoadedModel,
     requests: Sequence[Request],
     progress: Callable[[int, int, str], None] = lambda done, total, what: None,
+    *,
+    replay: Replay | None = None,
 ) -> dict[Token, float]:
     """fp64 logprob of every sampled token, from transformers' own module, untouched, cast to fp64.
 
     pristine: a freshly loaded model that no plan was ever applied to (it is copied, not changed).
+    replay: of a run whose experts every token goes to.
     """
     module = in_fp64(pristine.module)
+    if replay is not None:
+        replay.put_on(module)
     found: dict[Token, float] = {}
     with torch.no_grad():
         for index, request in enumerate(requests):
             progress(index, len(requests), f"fp64 {request.id}")
+            if replay is not None:
+                replay.begin(request)
             ids = torch.tensor([request.tokens], device=pristine.device)
             temperature = request.sampling.temperature or 1.0
             rows = module(input_ids=ids, use_cache=False).logits[0].double() / temperature
@@ -128,14 +138,24 @@ def reference_logprobs(
     return found
 
 
-def measure_accuracy(reference: Mapping[Token, float], *, ours: Run, stock: Run) -> Accuracy:
-    """Errors of both runs over the sampled tokens that all three have."""
+def measure_accuracy(
+    reference: Mapping[Token, float],
+    *,
+    ours: Run,
+    stock: Run,
+    of_stock: Mapping[Token, float] | None = None,
+) -> Accuracy:
+    """Errors of both runs over the sampled tokens that all three have.
+
+    of_stock: stock's own reference, where choices of experts make the two differ.
+    """
+    of_stock = reference if of_stock is None else of_stock
     our_values, stock_values = logprob_values(ours), logprob_values(stock)
     tokens = sorted(reference.keys() & our_values.keys() & stock_values.keys())
     if not tokens:
         raise InconclusiveError("no token has a logprob on all sides; run with sampled tokens")
     our_errors = [abs(our_values[token] - reference[token]) for token in tokens]
-    stock_errors = [abs(stock_values[token] - reference[token]) for token in tokens]
+    stock_errors = [abs(stock_values[token] - of_stock[token]) for token in tokens]
     worst = max(stock_errors)
     return Accuracy(
         compared=len(tokens),

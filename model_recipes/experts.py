@@ -75,7 +75,7 @@ def _proves_router(module: nn.Module, facts: Mapping[str, Any]) -> bool:
     x = _probe(weight.shape[1], weight)
     with torch.no_grad():
         logits, weights, chosen = type(module).forward(module, x)
-        mine = _stock_weights(logits, chosen, facts["routing"]).to(weights.dtype)
+        mine = weights_of_choice(logits, chosen, facts["routing"]).to(weights.dtype)
         scores = _scores(logits, facts["routing"])
         if facts["bias"]:
             scores = scores + getattr(module, facts["bias"])
@@ -94,7 +94,7 @@ def _scores(logits: Tensor, routing: Any) -> Tensor:
     return logits.sigmoid() if routing.sigmoid else logits.softmax(-1, dtype=torch.float32)
 
 
-def _stock_weights(logits: Tensor, chosen: Tensor, routing: Any) -> Tensor:
+def weights_of_choice(logits: Tensor, chosen: Tensor, routing: Any) -> Tensor:
     """The arithmetic that transformers' routers share, from a given choice."""
     weights = _scores(logits, routing).gather(1, chosen)
     if routing.normed:
@@ -139,7 +139,7 @@ def install_router(installer: Installer, operator: Operator) -> None:
         return type(module).forward(module, x)[0]
 
     def stock_weights(logits: Tensor, chosen: Tensor) -> Tensor:
-        return _stock_weights(logits, chosen, routing)
+        return weights_of_choice(logits, chosen, routing)
 
     def aligned_logits(x: Tensor) -> Tensor:
         return moe.router_logits(x, weight)

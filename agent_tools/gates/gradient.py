@@ -33,6 +33,7 @@ from ...model_recipes.plan import stock_plan
 from ...trainer.engines.base import Request
 from ...trainer.engines.packed import PackedEngine
 from ..accuracy import in_fp64
+from ..routing import Replay, RoutingTrace, routers
 from .base import Findings, Gate
 from .bench import Bench, cut, gradients
 from .load import Load
@@ -79,12 +80,24 @@ def of_packed(engine: PackedEngine, requests: Sequence[Request], weights: Tensor
     return gradients(engine.loaded)
 
 
-def of_fp64(pristine: nn.Module, requests: Sequence[Request], weights: Tensor) -> Grads:
-    """The same loss through transformers' own module in fp64, request by request."""
+def of_fp64(
+    pristine: nn.Module,
+    requests: Sequence[Request],
+    weights: Tensor,
+    replay: Replay | None = None,
+) -> Grads:
+    """The same loss through transformers' own module in fp64, request by request.
+
+    replay: of a run whose experts every token goes to.
+    """
     module = in_fp64(pristine)
+    if replay is not None:
+        replay.put_on(module)
     device = next(module.parameters()).device
     at = 0
     for request in requests:
+        if replay is not None:
+            replay.begin(request)
         positions = [p for p, sampled in enumerate(request.sampled_mask) if sampled]
         logits = module(
             input_ids=torch.tensor([request.tokens], device=device), use_cache=False
@@ -123,8 +136,8 @@ def _against_fp64(
     bench: Bench, found: Findings, requests: Sequence[Request], weights: Tensor, ours: Grads
 ) -> None:
     bench.progress("C6: gradient of untouched transformers in fp64")
-    exact = of_fp64(bench.pristine.module, requests, weights)
-    stock = relative_errors(of_packed(bench.on(stock_plan()).packed, requests, weights), exact)
+    exact, of_stock = _exact(bench, requests, weights)
+    stock = relative_errors(of_packed(bench.on(stock_plan()).packed, requests, weights), of_stock)
     errors = relative_errors(ours, exact)
     bound = contract_bound(bench)
     verdict = _too_far(errors, stock, bound)
@@ -142,6 +155,21 @@ def _against_fp64(
     rows = sum(len(request.tokens) for request in requests)
     found.control("one token's advantage with the wrong sign", f"1 of {rows} rows", len(red),
                   len(_too_far(red, stock, bound)))  # fmt: skip
+
+
+def _exact(bench: Bench, requests: Sequence[Request], weights: Tensor) -> tuple[Grads, Grads]:
+    """The fp64 gradient for the plan and for stock: two where experts are chosen."""
+    pristine = bench.pristine.module
+    if not routers(pristine):
+        exact = of_fp64(pristine, requests, weights)
+        return exact, exact
+    found: list[Grads] = []
+    for plan in (bench.plan, stock_plan()):
+        trace = RoutingTrace()
+        with torch.no_grad():
+            bench.on(plan).pack(requests, trace)
+        found.append(of_fp64(pristine, requests, weights, Replay(pristine, trace)))
+    return found[0], found[1]
 
 
 def _too_far(errors: dict[str, float], stock: dict[str, float], bound: float) -> list[str]:

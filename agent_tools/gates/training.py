@@ -3,10 +3,10 @@
 First site by site (``localize``, self-test included), then every sampled token; padded = packed =
 whole requests one by one; with gradient checkpointing, logprobs and gradients. Equal bits prove
 nothing if both compute another model, so the logprobs' error against transformers' own module,
-untouched, in fp64, may be at most twice that of the stock model at the same dtype; and a model
-whose next token is nearly random proves nothing either: its mean entropy may be at most 70 % of a
-uniform one's. Red controls: a stock operator, and a rotary table that is wrong in one row of a
-hundred.
+untouched, in fp64, may be at most twice that of the stock model at the same dtype (``routing.py``
+says how where experts are chosen); and a model whose next token is nearly random proves nothing
+either: its mean entropy may be at most 70 % of a uniform one's. Red controls: a stock operator, a
+rotary table that is wrong in one row of a hundred, and a wrong expert there.
 
 C6 is in ``gradient.py``.
 """
@@ -14,17 +14,20 @@ C6 is in ``gradient.py``.
 import math
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, cast
 
 from torch import Tensor, nn
 
 from ...kernels import bits
-from ...trainer.engines.base import Request, Schedule, SiteCall, Slice, Step
+from ...model_recipes.plan import Plan, stock_plan
+from ...trainer.engines.base import Observer, Request, Run, Schedule, SiteCall, Slice, Step
 from ..accuracy import Accuracy, measure_accuracy, reference_logprobs
 from ..align import shorten
 from ..rollouts import batching_facts, compare_tokens, logprob_values, steps_of
+from ..routing import Replay, RoutingTrace, judged, routers, slack
 from .base import Findings, Gate
-from .bench import Bench, compare_scored, gradients, only
+from .bench import STOCK_TRIED, Bench, compare_scored, gradients, only, with_stock
 from .inference import culprit_lines
 
 MAX_ENTROPY = 0.7
@@ -57,7 +60,14 @@ def check(bench: Bench, found: Findings) -> None:
     _entropy(bench, found)
     bench.progress("C5: red control, a stock operator")
     op_class, _, control = bench.stock_operator
-    found.control(f"stock {op_class}", "one stock operator class", control.compared,
+    name = f"stock {op_class}"
+    if not control.differing:  # alike in every schedule here; but not what the rollout computed
+        op_class = STOCK_TRIED[0]
+        name = f"stock {op_class} in the trainer alone"
+        control = compare_tokens(
+            bench.sampled, bench.on(with_stock(bench.plan, op_class)).pack(requests)
+        )
+    found.control(name, "one stock operator class", control.compared,
                   control.differing)  # fmt: skip
 
 
@@ -184,20 +194,77 @@ class WrongRows:
 def _accuracy(bench: Bench, found: Findings) -> None:
     bench.progress("C5: error against untouched transformers in fp64")
     requests = bench.requests[: bench.size.phase_requests]
-    stock, ours = only(bench.stock_packed, requests), only(bench.packed, requests)
-    reference = reference_logprobs(bench.pristine, requests)
-    accuracy = measure_accuracy(reference, ours=ours, stock=stock)
+    stock = _referred(bench, requests, only(bench.stock_packed, requests), stock_plan())
+    ours = _referred(bench, requests, only(bench.packed, requests), bench.plan, like=stock)
+    accuracy = _measured(ours, stock)
     found.part("error against fp64 at most twice stock's", accuracy.compared, _beyond(accuracy),
                detail=_sizes(accuracy))  # fmt: skip
     rows = sum(len(request.tokens) for request in requests)
     chosen = [(r.id, r.sampled_mask.index(True) - 1) for r in requests if True in r.sampled_mask]
+    few = frozenset(chosen[: max(1, rows // 100)])
+    _choices(found, ours, stock, few, rows)
     rotary = any(s.op_class == "rotary_table" for s in bench.on().paged.instrument.sites)
-    wrong = WrongRows(frozenset(chosen[: max(1, rows // 100)]), rotary=rotary)
-    run = bench.on().pack(requests, wrong)
-    spoiled = measure_accuracy(reference, ours=run, stock=stock)
+    wrong = WrongRows(few, rotary=rotary)
+    spoiled = _referred(bench, requests, None, bench.plan, wrong, like=stock)
+    control = _measured(spoiled, stock)
     what = "a wrong rotary table" if rotary else "decays of another time"
-    found.control(what, f"{len(wrong.chosen)} of {rows} rows", spoiled.compared,
-                  _beyond(spoiled))  # fmt: skip
+    found.control(what, f"{len(few)} of {rows} rows", control.compared,
+                  _beyond(control))  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Referred:
+    """A run and its fp64 reference; replay: its choices of experts, if it makes any."""
+
+    run: Run
+    reference: dict[tuple[str, int], float]
+    replay: Replay | None
+
+
+def _referred(
+    bench: Bench,
+    requests: Sequence[Request],
+    run: Run | None,
+    plan: Plan,
+    observer: Observer | None = None,
+    *,
+    like: _Referred | None = None,
+) -> _Referred:
+    """A packed run, made anew where it is not given or where experts are chosen.
+
+    like: a run of the same requests, whose reference serves where no experts are chosen.
+    """
+    if not routers(bench.pristine.module):
+        run = bench.on(plan).pack(requests, observer) if run is None else run
+        reference = like.reference if like else reference_logprobs(bench.pristine, requests)
+        return _Referred(run=run, reference=reference, replay=None)
+    trace = RoutingTrace(observer)
+    run = bench.on(plan).pack(requests, trace)
+    replay = Replay(bench.pristine.module, trace)
+    reference = reference_logprobs(bench.pristine, requests, replay=replay)
+    return _Referred(run=run, reference=reference, replay=replay)
+
+
+def _measured(ours: _Referred, stock: _Referred) -> Accuracy:
+    return measure_accuracy(
+        ours.reference, ours=ours.run, stock=stock.run, of_stock=stock.reference
+    )
+
+
+def _choices(
+    found: Findings, ours: _Referred, stock: _Referred, few: frozenset[tuple[str, int]], rows: int
+) -> None:
+    """Experts are those of fp64 up to what twice the error of stock's scores explains."""
+    if ours.replay is None or stock.replay is None:
+        return
+    error = slack(stock.replay)
+    mine, theirs = judged(ours.replay, error), judged(stock.replay, error)
+    found.part("experts as fp64 chooses them, up to twice the error of stock's scores",
+               mine.compared, mine.wrong, "choices",
+               f"{mine.flipped} flips (stock {theirs.flipped}), allowed: {error:.1e}")  # fmt: skip
+    control = judged(ours.replay, error, few)
+    found.control("the worst expert in the place of the last", f"{len(few)} of {rows} rows",
+                  control.compared, control.wrong)  # fmt: skip
 
 
 def _beyond(accuracy: Accuracy) -> int:
