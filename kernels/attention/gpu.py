@@ -23,6 +23,7 @@ from torch import Tensor
 from ..dispatch import admitted, choose
 from ..errors import ContractError, NotCertifiedError
 from ..gpu.device import NAMES, aligned, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import ARCHITECTURE
 from ..taps import tapped
 from . import gpu_flash3 as flash3
@@ -134,7 +135,7 @@ def packed_forward(
     return o, lse
 
 
-@torch.library.custom_op("zeromismatch::paged_attention", mutates_args=())
+@gpu_operator("zeromismatch::paged_attention")
 def paged_attention_op(
     q: Tensor,
     k_cache: Tensor,
@@ -167,7 +168,7 @@ def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("zeromismatch::packed_attention", mutates_args=())
+@gpu_operator("zeromismatch::packed_attention")
 def packed_attention_op(
     q: Tensor,
     k: Tensor,
@@ -191,7 +192,7 @@ def _(q: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[1], q.shape[0], dtype=torch.float32)
 
 
-@torch.library.custom_op("zeromismatch::packed_attention_grad", mutates_args=())
+@gpu_operator("zeromismatch::packed_attention_grad")
 def packed_attention_grad_op(
     do: Tensor,
     q: Tensor,

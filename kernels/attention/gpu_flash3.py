@@ -26,6 +26,7 @@ from ..dispatch import admitted
 from ..errors import CapabilityError, ContractError, NotCertifiedError
 from ..gpu import device
 from ..gpu.device import NAMES, aligned, programs
+from ..gpu.operator import gpu_operator
 from ..gpu.register import ARCHITECTURE
 from ..taps import tapped
 from .batch import PAGE
@@ -158,7 +159,7 @@ def check(q: Tensor, settings: Settings, *names: str) -> None:
         )
 
 
-@torch.library.custom_op("zeromismatch::flash3_paged", mutates_args=())
+@gpu_operator("zeromismatch::flash3_paged")
 def paged_op(
     q: Tensor,
     k_cache: Tensor,
@@ -183,7 +184,7 @@ def _(q: Tensor, *args: Any) -> Tensor:
     return q.new_empty(q.shape)
 
 
-@torch.library.custom_op("zeromismatch::flash3_packed", mutates_args=())
+@gpu_operator("zeromismatch::flash3_packed")
 def packed_op(
     q: Tensor, k: Tensor, v: Tensor, query_start: Tensor, scale: float
 ) -> tuple[Tensor, Tensor]:

@@ -17,6 +17,7 @@ from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, programs, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 
@@ -72,7 +73,7 @@ def grad_weight(
     return dw if out is None else out.copy_(dw)
 
 
-@torch.library.custom_op("zeromismatch::embedding", mutates_args=())
+@gpu_operator("zeromismatch::embedding")
 def embedding_op(ids: Tensor, weight: Tensor) -> Tensor:
     """[T, H] from ids [T]."""
     run = choose(serving(CONTRACTS, "embedding", weight.dtype)).run
@@ -84,7 +85,7 @@ def _(ids: Tensor, weight: Tensor) -> Tensor:
     return weight.new_empty(ids.numel(), weight.shape[1])
 
 
-@torch.library.custom_op("zeromismatch::embedding_grad", mutates_args=())
+@gpu_operator("zeromismatch::embedding_grad")
 def embedding_grad_op(dy: Tensor, ids: Tensor, vocabulary: int, dtype: torch.dtype) -> Tensor:
     """dW [V, H]."""
     run = choose(serving(GRADIENTS, "embedding_grad", dy.dtype)).run

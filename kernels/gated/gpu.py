@@ -14,6 +14,7 @@ from torch import Tensor
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import programs, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 
@@ -132,7 +133,7 @@ _ACT = ("activation", "activation_gelu")
 _MUL = ("gated", "gated_gelu")
 
 
-@torch.library.custom_op("zeromismatch::gated", mutates_args=())
+@gpu_operator("zeromismatch::gated")
 def gated_op(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     """act(gate) * up of [M, F]; gate and up may be halves of one tensor."""
     op = (_ACT if up is None else _MUL)[gelu]
@@ -145,7 +146,7 @@ def _(gate: Tensor, up: Tensor | None, gelu: bool) -> Tensor:
     return torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
 
 
-@torch.library.custom_op("zeromismatch::gated_grad", mutates_args=())
+@gpu_operator("zeromismatch::gated_grad")
 def gated_grad_op(dy: Tensor, gate: Tensor, up: Tensor | None, gelu: bool) -> tuple[Tensor, Tensor]:
     """(dgate, dup); dup is empty without ``up``."""
     op = f"{(_ACT if up is None else _MUL)[gelu]}_grad"
@@ -159,7 +160,7 @@ def _(dy: Tensor, gate: Tensor, up: Tensor | None, gelu: bool) -> tuple[Tensor, 
     return like(gate.shape), like((0,) if up is None else gate.shape)
 
 
-@torch.library.custom_op("zeromismatch::softcap", mutates_args=())
+@gpu_operator("zeromismatch::softcap")
 def softcap_op(x: Tensor, cap: float) -> Tensor:
     """cap tanh(x / cap)."""
     return tapped("softcap", choose(serving(CONTRACTS["softcap"], "softcap", x.dtype)).run(x, cap))
@@ -170,7 +171,7 @@ def _(x: Tensor, cap: float) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-@torch.library.custom_op("zeromismatch::softcap_grad", mutates_args=())
+@gpu_operator("zeromismatch::softcap_grad")
 def softcap_grad_op(dy: Tensor, x: Tensor, cap: float) -> Tensor:
     """dy (1 - tanh(x / cap)^2)."""
     return choose(serving(CONTRACTS["softcap_grad"], "softcap_grad", x.dtype)).run(dy, x, cap)

@@ -22,6 +22,7 @@ from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import NAMES, aligned, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import ARCHITECTURE, register_gpu
 from ..taps import tapped
 from .gpu_gemm import gemm, own_tile, reference, run_tile, sizes_of
@@ -94,7 +95,7 @@ def bias_grad(
     return total if out is None else out.copy_(total)
 
 
-@torch.library.custom_op("zeromismatch::linear", mutates_args=())
+@gpu_operator("zeromismatch::linear")
 def linear_op(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) -> Tensor:
     """[T, N]: torch.compile leaves the choice of a kernel to the launch."""
     run = choose(contract_id("linear", x.dtype)).run
@@ -106,7 +107,7 @@ def _(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: torch.dtype) ->
     return x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype)
 
 
-@torch.library.custom_op("zeromismatch::linear_grad", mutates_args=())
+@gpu_operator("zeromismatch::linear_grad")
 def linear_grad_op(
     grad: Tensor, x: Tensor, weight: Tensor, bias_dtype: torch.dtype, wanted: list[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, programs, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu as linear
 from ..taps import tapped
@@ -124,7 +125,7 @@ def temperatures(temperature: float | Tensor, rows: int, device: torch.device) -
     return torch.full((rows,), temperature, dtype=torch.float32, device=device)
 
 
-@torch.library.custom_op("zeromismatch::logprob", mutates_args=())
+@gpu_operator("zeromismatch::logprob")
 def logprob_op(
     logits: Tensor, targets: Tensor, temperature: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -144,7 +145,7 @@ def no_rows(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return a, b, c
 
 
-@torch.library.custom_op("zeromismatch::logprob_grad", mutates_args=())
+@gpu_operator("zeromismatch::logprob_grad")
 def logprob_grad_op(
     logits: Tensor,
     targets: Tensor,

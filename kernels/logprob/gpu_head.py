@@ -22,6 +22,7 @@ from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import serving
 from ..linear import gpu as linear
 from ..linear.gpu_gemm import gemm
@@ -35,7 +36,7 @@ KEPT = 0.22
 _Head = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-@torch.library.custom_op("zeromismatch::lm_head_logprob", mutates_args=())
+@gpu_operator("zeromismatch::lm_head_logprob")
 def lm_head_logprob_op(
     h: Tensor,
     weight: Tensor,

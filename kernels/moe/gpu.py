@@ -24,6 +24,7 @@ from torch import Tensor
 from ..accumulation import chain_of
 from ..dispatch import choose
 from ..gpu.device import require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu_gemm
 from ..linear.gpu import check as check_linear
@@ -173,7 +174,7 @@ COMBINE_GRADIENT = register_gpu(
 Options = tuple[bool, bool, float, float]
 
 
-@torch.library.custom_op("zeromismatch::router", mutates_args=())
+@gpu_operator("zeromismatch::router")
 def router_op(x: Tensor, weight: Tensor) -> Tensor:
     """fp32 [T, E]; gradients are those of a linear layer, the logits' rounded to the operands'."""
     return choose(serving(ROUTER, "router", x.dtype)).run(x, weight)
@@ -202,7 +203,7 @@ def _grad_router(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 router_op.register_autograd(_grad_router, setup_context=_keep_router)
 
 
-@torch.library.custom_op("zeromismatch::topk", mutates_args=())
+@gpu_operator("zeromismatch::topk")
 def topk_op(
     logits: Tensor, bias: Tensor | None, top_k: int, groups: int, kept: int, sigmoid: bool
 ) -> Tensor:
@@ -216,7 +217,7 @@ def _(logits: Tensor, bias: Tensor | None, top_k: int, *_: Any) -> Tensor:
     return logits.new_empty(len(logits), top_k, dtype=torch.int64)
 
 
-@torch.library.custom_op("zeromismatch::topk_weights", mutates_args=())
+@gpu_operator("zeromismatch::topk_weights")
 def weights_op(
     logits: Tensor, chosen: Tensor, sigmoid: bool, normed: bool, eps: float, scale: float
 ) -> Tensor:
@@ -230,7 +231,7 @@ def _(logits: Tensor, chosen: Tensor, *_: Any) -> Tensor:
     return logits.new_empty(chosen.shape)
 
 
-@torch.library.custom_op("zeromismatch::topk_weights_grad", mutates_args=())
+@gpu_operator("zeromismatch::topk_weights_grad")
 def weights_grad_op(
     grad: Tensor,
     logits: Tensor,
@@ -262,7 +263,7 @@ def _grad_weights(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 weights_op.register_autograd(_grad_weights, setup_context=_keep_weights)
 
 
-@torch.library.custom_op("zeromismatch::grouped_linear", mutates_args=())
+@gpu_operator("zeromismatch::grouped_linear")
 def grouped_op(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     """[T, K, N]."""
     return choose(serving(GROUPED, "grouped_linear", x.dtype)).run(x, chosen, weight)
@@ -273,7 +274,7 @@ def _(x: Tensor, chosen: Tensor, weight: Tensor) -> Tensor:
     return x.new_empty(*chosen.shape, weight.shape[1])
 
 
-@torch.library.custom_op("zeromismatch::grouped_linear_grad", mutates_args=())
+@gpu_operator("zeromismatch::grouped_linear_grad")
 def grouped_grad_op(
     grad: Tensor, x: Tensor, chosen: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -304,7 +305,7 @@ def _grad_grouped(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 grouped_op.register_autograd(_grad_grouped, setup_context=_keep_grouped)
 
 
-@torch.library.custom_op("zeromismatch::combine", mutates_args=())
+@gpu_operator("zeromismatch::combine")
 def combine_op(y: Tensor, weights: Tensor) -> Tensor:
     """[T, H]."""
     return choose(serving(COMBINE, "combine", y.dtype)).run(y, weights)
@@ -315,7 +316,7 @@ def _(y: Tensor, weights: Tensor) -> Tensor:
     return y.new_empty(y.shape[0], y.shape[2])
 
 
-@torch.library.custom_op("zeromismatch::combine_grad", mutates_args=())
+@gpu_operator("zeromismatch::combine_grad")
 def combine_grad_op(grad: Tensor, y: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(dY, d_weights)."""
     run = choose(serving(COMBINE_GRADIENT, "combine_grad", y.dtype)).run

@@ -18,6 +18,7 @@ from ..accumulation import chain_of
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import aligned, programs, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 
@@ -148,7 +149,7 @@ def _power(width: int) -> int:
     return 1 << (width - 1).bit_length()
 
 
-@torch.library.custom_op("zeromismatch::rmsnorm", mutates_args=())
+@gpu_operator("zeromismatch::rmsnorm")
 def rmsnorm_op(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, unit_offset: bool
 ) -> tuple[Tensor, Tensor]:
@@ -167,7 +168,7 @@ def _(
     return x.new_empty(x.shape), x.new_empty(x.shape if residual is not None else (0,))
 
 
-@torch.library.custom_op("zeromismatch::rmsnorm_grad", mutates_args=())
+@gpu_operator("zeromismatch::rmsnorm_grad")
 def rmsnorm_grad_op(
     dy: Tensor,
     s: Tensor,

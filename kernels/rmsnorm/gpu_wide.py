@@ -14,6 +14,7 @@ from torch import Tensor
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 from . import gpu
@@ -41,7 +42,7 @@ reference = partial(_forward, gpu.reference)
 reference_grad = partial(_backward, gpu.reference_grad)
 
 
-@torch.library.custom_op("zeromismatch::rmsnorm_wide", mutates_args=())
+@gpu_operator("zeromismatch::rmsnorm_wide")
 def rmsnorm_wide_op(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """y of [M, H]."""
     run = choose(serving(CONTRACTS, "rmsnorm_wide", x.dtype)).run
@@ -53,7 +54,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@torch.library.custom_op("zeromismatch::rmsnorm_wide_grad", mutates_args=())
+@gpu_operator("zeromismatch::rmsnorm_wide_grad")
 def rmsnorm_wide_grad_op(
     dy: Tensor, s: Tensor, weight: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from ..dispatch import choose
 from ..errors import ContractError
 from ..gpu.device import NAMES, aligned, programs, require
+from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..taps import tapped
 from .cpu import TABLE as HOST_TABLE
@@ -53,7 +54,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, *, transposed: bool = False) -> 
     return y
 
 
-@torch.library.custom_op("zeromismatch::rotary", mutates_args=())
+@gpu_operator("zeromismatch::rotary")
 def rotary_op(x: Tensor, cos: Tensor, sin: Tensor, transposed: bool) -> Tensor:
     """See :func:`rotate`."""
     if transposed:
