@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from gpu_tuning import alone, compiling_ahead
 
 from zeromismatch.kernels.convolution import gpu as convolution
 from zeromismatch.kernels.recurrence import gpu, gpu_blocks
+from zeromismatch.kernels.recurrence.gpu_blocks import Shape, shape_of
 from zeromismatch.kernels.recurrence.pages import slots_of
 
 BF16, DEVICE = torch.bfloat16, "cuda"
@@ -42,7 +44,6 @@ SIZES = {  # key heads, value heads, key size, value size, chunk
     "kda": (32, 32, 128, 128, 64),
     "ssd": (8, 128, 128, 64, 128),
 }
-SHAPES = ((32, 4), (64, 4), (64, 8))
 
 
 def drawn(*shape: int) -> torch.Tensor:
@@ -80,21 +81,47 @@ def stores(kind: str, pages: int, dtype: torch.dtype) -> list[torch.Tensor]:
     ]  # fmt: skip
 
 
+def shapes(kind: str, rows: int, requests: int) -> dict[str, Shape]:
+    """What is shipped, and others around it."""
+    chunk, value = SIZES[kind][4], SIZES[kind][3]
+    shipped = shape_of(rows, requests, chunk, value)
+    found = {"as shipped": shipped}
+    if shipped.rows == 16:
+        for out in ((32, 4, 1), (64, 2, 1), (64, 4, 1), (128, 4, 1), (128, 8, 1)):
+            for solve in (1, 2) if kind != "ssd" and out[1] == 2 else (1,):
+                found[f"16 rows, out {out}, solve {solve}"] = replace(shipped, out=out, solve=solve)
+    else:
+        for scan in ((16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)):
+            found[f"scan {scan}"] = replace(shipped, scan=scan)
+        for out in ((32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)):
+            found[f"out {out}"] = replace(shipped, out=out)
+            if chunk == 128:
+                found[f"128 rows, out {out}"] = replace(shipped, rows=128, out=out)
+        if kind != "ssd":
+            for solve in (2, 4):
+                found[f"solve {solve}"] = replace(shipped, solve=solve)
+    seen: list[Shape] = [shipped]
+    for name, shape in list(found.items())[1:]:
+        if shape in seen or shape.out[0] > value or shape.scan[0] > value:
+            del found[name]
+        seen.append(shape)
+    return found
+
+
 def ours(kind: str, counts: list[int], before: int) -> dict[str, Call]:
     """Calls of one step by the name of their launch shape."""
-    given, where = inputs(kind, sum(counts)), index(counts, before, SIZES[kind][4])
+    total, chunk = sum(counts), SIZES[kind][4]
+    given, where = inputs(kind, total), index(counts, before, chunk)
     pages = int(where[2].max()) + 1
-    slot = slots_of(*where, SIZES[kind][4])
     calls: dict[str, Call] = {}
-    if kind != "kda":
+    if kind in gpu_blocks.CONTRACTS:
         rows = [None if x is None else x if i == 3 else x.to(BF16) for i, x in enumerate(given)]
-        kept, blocks = stores(kind, pages, BF16), gpu_blocks.blocks_of(*where[:2], sum(counts))
-        for columns, warps in SHAPES:
-            calls[f"blocks {columns} columns, {warps} warps"] = lambda c=columns, w=warps: (
-                gpu_blocks.launch(*rows, *kept, *where, blocks, columns=c, warps=w)
-            )
+        kept = stores(kind, pages, BF16)
+        for name, shape in shapes(kind, total, len(counts)).items():
+            blocks = gpu_blocks.blocks_of(*where[:2], total, chunk, shape)
+            calls[name] = lambda b=blocks, s=shape: gpu_blocks.launch(*rows, *kept, *where, b, s)
     else:
-        wide = stores(kind, pages, torch.float32)
+        wide, slot = stores(kind, pages, torch.float32), slots_of(*where, chunk)
         calls["rows fp32"] = lambda: gpu.launch(*given, *wide, *where, slot)
     return calls
 

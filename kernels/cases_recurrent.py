@@ -63,7 +63,7 @@ class _Data:
 
     def decays(self, *shape: int) -> Tensor:
         """Log decays: mild, none at all, and now and then beyond the range of exp."""
-        g = -self.uniform(*shape) ** 3 * 4.0
+        g = -(self.uniform(*shape) ** 3) * 4.0
         where = self.uniform(*shape)
         return torch.where(where < 0.1, 0.0, torch.where(where > 0.97, g * 60.0, g))
 
@@ -152,23 +152,6 @@ def stock_recurrence(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
     return out, u, ends
 
 
-BLOCK_SHAPES = ((32, 1, 2, 32, 48), (64, 1, 2, 128, 128), (128, 1, 4, 128, 64), (16, 2, 2, 20, 33))
-
-
-def recurrence_blocks(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
-    """As ``recurrence``, bf16 rows and pages; decays of pages are running sums."""
-    data, kind = _Data(contract, seed), _kind(contract)
-    for step, shape in enumerate(BLOCK_SHAPES):
-        chunk = shape[0]
-        counts = [1, 3 * chunk + 1, 0, max(chunk - 1, 1), 2 * chunk + 2, 1, 17]
-        before = [0, 0, 5, chunk + 1, chunk, 3 * chunk - 1, chunk - 9]
-        given = list(_paged(data, kind, shape, counts, before, step))
-        for place in (0, 1, 2, 5, 6):
-            given[place] = given[place].to(data.dtype)
-        given[7] = given[7].cumsum(1)
-        yield Case(label=f"chunks of {chunk}, {shape[3]} by {shape[4]}", arguments=tuple(given))
-
-
 def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data, kind = _Data(contract, seed), _kind(contract)
     for _, shape in _shapes(quick):
@@ -176,11 +159,12 @@ def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Ite
         counts = [2 * chunk + 1, 0, 1, chunk, 3 * chunk + 2 if chunk == 16 else 0]
         start = _int([sum(counts[:b]) for b in range(6)], data.device)
         rows = _inputs(data, kind, sum(counts), shape)
-        k, u, g = (x.new_empty(0, chunk, *x.shape[1:]) for x in rows[1:4])
-        ends = u.new_empty(0, shape[2], shape[3], shape[4])
-        table = torch.zeros(5, 0, dtype=torch.int32, device=data.device)
-        pages = (k, u, g, ends, start, start.diff(), table)
-        _, u, states = definition.recurrence(*rows, *pages)
+        on_host = [None if x is None else x.cpu() for x in rows]
+        pages = [x.new_empty(0, chunk, *x.shape[1:]) for x in on_host[1:4] if x is not None]
+        ends = torch.empty(0, shape[2], shape[3], shape[4])
+        index = start.cpu(), start.diff().cpu(), torch.zeros(5, 0, dtype=torch.int32)
+        _, u, states = definition.recurrence(*on_host, *pages, ends, *index)
+        u, states = u.to(data.device), states.to(data.device)
         d_o = data.rows(sum(counts), shape[2], shape[4], dtype=torch.float32, scale=0.1)
         label = f"chunks of {chunk}, heads {shape[1]} to {shape[2]}, {shape[3]} by {shape[4]}"
         yield Case(label=label, arguments=(d_o, *rows, u, states, start, chunk))
@@ -370,7 +354,7 @@ def skip(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]
 
 
 for _cases in (
-    recurrence, recurrence_blocks, recurrence_grad, recurrence_stepwise, convolution,
+    recurrence, recurrence_grad, recurrence_stepwise, convolution,
     convolution_grad, gated_rmsnorm, gated_rmsnorm_grad, l2norm, l2norm_grad, decay, decay_grad,
     time_step, time_step_grad,
     discretised, discretised_grad, skip, skip_grad,

@@ -1,17 +1,21 @@
-"""Triton programs of the recurrences on matrix units: rows in blocks of 16, by position.
+"""Triton programs of the recurrences on matrix units: chunks side by side, one walk over states.
 
-A block is the 16 rows at positions 16 n to 16 n + 15 of a request, wherever a call begins or ends;
-every product has a block for its M, so decode runs prefill's instructions with fewer live rows.
+``recurrence_pages_kernel``, a program per chunk and part of its columns, puts rows of chunks that
+stay open on pages, and for every chunk G, the running sum of log decays from its start.
+``recurrence_solve_kernel``, a program per chunk and head (delta rules): T = (1 + beta B)^-1 beta by
+substitution, b_ij = e_ij (k_i . k_j) for j < i, e_ij = exp2((G_i - G_j) log2 e): blocks of 16 rows,
+earlier blocks by matrix units, the block's own rows in order in fp32.
+``recurrence_scan_kernel``, a program per request, head and BV columns, takes chunks that become
+full in order, S [K, BV] in registers: R = v - w (k S), U = T R, S' = w_last S + k' (e U).
+``recurrence_out_kernel``, a program per M rows, head and BV columns, all at once: R and U again,
+o = w (q S) + A U, a_ij = e_ij (q_i . k_j). Without a delta rule U is v.
 
-``recurrence_rows_kernel`` puts k and G, the running sum of log decays from the chunk's start, on
-pages. ``recurrence_block_weights_kernel``, a program per block and value head: a_ij = e_ij (q_i .
-k_j), b_ij = e_ij (k_i . k_j), e_ij = exp2((G_i - G_j) log2 e). ``recurrence_block_kernel``, a
-program per request, value head and BV columns, takes the blocks in order with S [K, BV] in
-registers: X = v - w (k S) - B U, the block's own rows by substitution in order, o = w (q S) + A U;
-when a chunk is full S' = w_last S + k' (e U), once.
+A row's T needs the rows before it alone: decode computes one row of T, R, U and o with prefill's
+instructions. Operands of products are bf16 (S, T, R, U, a, e U rounded), sums fp32, K ascending.
+Rows of a chunk that begins in the call are read from it, of others from pages. T of a chunk that
+becomes full lies in scratch, else where its end state will be.
 
-Operands of products are bf16 (S, a, b, u rounded), sums fp32. Legend: as in :mod:`.gpu_kernels`;
-N blocks of a call, C a multiple of 16.
+Legend: as in :mod:`.gpu_kernels`; C a multiple of 16, M rows of a tile, one of a chunk's parts.
 """
 
 import triton
@@ -21,7 +25,7 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _place(n, owner_ptr, ends_ptr, start_ptr, length_ptr, B):
+def _tile(n, owner_ptr, ends_ptr, start_ptr, length_ptr, B, M: tl.constexpr):
     """(live, request, first position, new rows from, up to, the call's row less the position)"""
     request = tl.load(owner_ptr + n).to(tl.int64)
     live = request < B
@@ -31,172 +35,246 @@ def _place(n, owner_ptr, ends_ptr, start_ptr, length_ptr, B):
     stop = tl.load(length_ptr + request).to(tl.int64)
     begin = stop - (last - first)
     ends = tl.load(ends_ptr + request).to(tl.int64)
-    blocks = (stop + 15) // 16 - begin // 16
-    block = begin // 16 + n - (ends - blocks)
-    return live, request, block * 16, begin, stop, first - begin
+    tile = (stop + M - 1) // M + n - ends
+    return live, request, tile * M, begin, stop, first - begin
 
 
 @triton.jit
-def recurrence_rows_kernel(
-    k_ptr, g_ptr, k_pages, g_pages, owner_ptr, ends_ptr, start_ptr, length_ptr, table_ptr, widest,
-    B, HV, KW, C: tl.constexpr, HP: tl.constexpr, KB: tl.constexpr,
+def _copy(new_ptr, pages, row, slot, mask, W, cols):
+    """Rows of the call to a page, both W wide."""
+    fits = mask[:, None] & (cols < W)[None, :]
+    x = tl.load(new_ptr + row[:, None] * W + cols[None, :], mask=fits, other=0.0)
+    tl.store(pages + slot[:, None] * W + cols[None, :], x, mask=fits)
+
+
+@triton.jit
+def recurrence_pages_kernel(
+    k_ptr, v_ptr, g_ptr, k_pages, u_pages, g_pages, owner_ptr, ends_ptr, start_ptr, length_ptr,
+    table_ptr, widest, B, HV, KW, VW, C: tl.constexpr, HP: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """k rows of a block to their page; the first block of a chunk's new rows sums their decays."""
     n = tl.program_id(0)
-    live, request, position, begin, stop, shift = _place(
-        n, owner_ptr, ends_ptr, start_ptr, length_ptr, B
+    live, request, low, begin, stop, shift = _tile(
+        n, owner_ptr, ends_ptr, start_ptr, length_ptr, B, C
     )
     if live:
-        page = tl.load(table_ptr + request * widest + position // C).to(tl.int64)
-        p = position + tl.arange(0, 16)
-        new = (p >= begin) & (p < stop)
-        for at in range(0, KW, KB):
-            cols = at + tl.arange(0, KB)
-            mask = new[:, None] & (cols < KW)[None, :]
-            k = tl.load(k_ptr + (p + shift)[:, None] * KW + cols[None, :], mask=mask, other=0.0)
-            tl.store(k_pages + (page * C + p % C)[:, None] * KW + cols[None, :], k, mask=mask)
-        if (position % C == 0) | (position <= begin):
+        base = tl.load(table_ptr + request * widest + low // C).to(tl.int64) * C
+        first, last = tl.maximum(low, begin), tl.minimum(stop, low + C)
+        if (begin > low) | (stop < low + C):
+            cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
+            for at in range(first, last, 16):
+                p = at + tl.arange(0, 16)
+                mask, row, slot = p < last, p + shift, base + p - low
+                _copy(k_ptr, k_pages, row, slot, mask, KW, cols)
+                _copy(v_ptr, u_pages, row, slot, mask, VW, cols)
+        if tl.program_id(1) == 0:
             head = tl.arange(0, HP)
             fits = head < HV
-            row = tl.maximum(position, begin)
-            base = page * C
-            total = tl.load(
-                g_pages + (base + row % C - 1) * HV + head, mask=fits & (row % C > 0), other=0.0
-            )
-            until = tl.minimum(stop, position // C * C + C)
-            for each in range(row, until):
-                total += tl.load(g_ptr + (each + shift) * HV + head, mask=fits, other=0.0)
-                tl.store(g_pages + (base + each % C) * HV + head, total, mask=fits)
+            at = base + first - low
+            total = tl.load(g_pages + (at - 1) * HV + head, mask=fits & (first > low), other=0.0)
+            for row in range(first, last, 16):
+                ahead = ()
+                for s in tl.static_range(16):  # all before any store: one wait
+                    x = tl.load(
+                        g_ptr + (row + s + shift) * HV + head,
+                        mask=fits & (row + s < last), other=0.0,
+                    )  # fmt: skip
+                    ahead += (x,)
+                for s in tl.static_range(16):
+                    total += ahead[s]
+                    tl.store(
+                        g_pages + (base + row + s - low) * HV + head, total,
+                        mask=fits & (row + s < last),
+                    )  # fmt: skip
 
 
 @triton.jit
-def recurrence_block_weights_kernel(
-    q_ptr, k_pages, g_pages, a_ptr, b_ptr, w_ptr, owner_ptr, ends_ptr, start_ptr, length_ptr,
-    table_ptr, widest, B, HK, HV, K, C: tl.constexpr, CP: tl.constexpr, DELTA: tl.constexpr,
-    KP: tl.constexpr,
+def recurrence_solve_kernel(
+    k_ptr, beta_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr, start_ptr,
+    length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    CP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """a bf16, b fp32 [T, HV, C] (b for DELTA), w fp32 [T, HV]."""
-    n = tl.program_id(0)
-    h = tl.program_id(1)
-    live, request, position, begin, stop, shift = _place(
-        n, owner_ptr, ends_ptr, start_ptr, length_ptr, B
+    """New rows of T, C columns each, bf16: into ``full`` [n, HV, C, C] or ``open``, end pages."""
+    n = tl.program_id(1)
+    h = tl.program_id(0)
+    live, request, low, begin, stop, shift = _tile(
+        n, owner_ptr, ends_ptr, start_ptr, length_ptr, B, C
     )
     if live:
-        kh = h // (HV // HK)
-        page = tl.load(table_ptr + request * widest + position // C).to(tl.int64)
-        p = position + tl.arange(0, 16)
-        new = (p >= begin) & (p < stop)
-        i, j, d = p % C, tl.arange(0, CP), tl.arange(0, KP)
-        there = (j < C) & (position // C * C + j < stop)
-        row = p + shift
-        keys = tl.load(
-            k_pages + ((page * C + j)[None, :] * HK + kh) * K + d[:, None],
-            mask=there[None, :] & (d < K)[:, None], other=0.0,
-        )  # fmt: skip
-        g_j = tl.load(g_pages + (page * C + j) * HV + h, mask=there, other=0.0)
-        g_i = tl.load(g_pages + (page * C + i) * HV + h, mask=new, other=0.0)
-        fits = new[:, None] & (d < K)[None, :]
-        q = tl.load(q_ptr + (row[:, None] * HK + kh) * K + d[None, :], mask=fits, other=0.0)
-        reach = new[:, None] & (j[None, :] <= i[:, None])
-        e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
-        at = (row[:, None] * HV + h) * C + j[None, :]
-        written = new[:, None] & (j < C)[None, :]
-        a = tl.where(reach, tl.dot(q, keys) * e, 0.0)
-        tl.store(a_ptr + at, a.to(a_ptr.dtype.element_ty), mask=written)
-        if DELTA:
+        dtype = open_ptr.dtype.element_ty
+        page = tl.load(table_ptr + request * widest + low // C).to(tl.int64)
+        wide = HK * K
+        keys = tl.where(begin <= low, k_ptr + (low + shift) * wide, k_pages + page * C * wide)
+        keys += h // (HV // HK) * K
+        j, d, r = tl.arange(0, CP), tl.arange(0, KP), tl.arange(0, 16)
+        there = (j < C) & (low + j < stop)
+        keys_t = tl.load(
+            keys + j[None, :] * wide + d[:, None], mask=there[None, :] & (d < K)[:, None], other=0.0
+        )
+        decays = g_pages + page * C * HV + h
+        g_j = tl.load(decays + j * HV, mask=there, other=0.0)
+        kept = open_ptr + (page * HV + h) * (2 * K * V)
+        solved = tl.where(stop < low + C, kept, full_ptr + (n.to(tl.int64) * HV + h) * (C * C))
+        old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
+        if (old > 0) & (stop >= low + C):
+            at = j[:, None] * C + j[None, :]
+            mask = (j < old)[:, None] & (j < C)[None, :]
+            tl.store(solved + at, tl.load(kept + at, mask=mask, other=0.0), mask=mask)
+            tl.debug_barrier()
+        for at in range(old // 16 * 16, last, 16):
+            i = at + r
+            new = (i >= old) & (i < last)
             k = tl.load(
-                k_pages + ((page * C + i)[:, None] * HK + kh) * K + d[None, :], mask=fits, other=0.0
-            )
-            b = tl.where(reach & (j[None, :] < i[:, None]), tl.dot(k, keys) * e, 0.0)
-            tl.store(b_ptr + at, b, mask=written)
-        tl.store(w_ptr + row * HV + h, tl.exp2(g_i * LOG2E), mask=new)
+                keys + i[:, None] * wide + d[None, :], mask=(i < last)[:, None] & (d < K)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            g_i = tl.load(decays + i * HV, mask=i < last, other=0.0)
+            beta = tl.load(beta_ptr + (low + shift + i) * HV + h, mask=new, other=0.0)
+            before = j < at
+            e = tl.exp2(tl.where(before[None, :], g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
+            far = tl.where(before[None, :], tl.dot(k, keys_t) * e, 0.0).to(dtype)
+            earlier = tl.load(
+                solved + j[:, None] * C + j[None, :], mask=before[:, None] & (j < C)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            x = tl.where(j[None, :] == i[:, None], 1.0, 0.0) - tl.dot(far, earlier)
+            line = i[:, None] * C + j[None, :]
+            own = (j < C)[None, :]
+            was = tl.load(solved + line, mask=(i < old)[:, None] & own, other=0.0).to(tl.float32)
+            x = tl.where((i < old)[:, None], was, beta[:, None] * x)
+            g_r = tl.load(decays + i * HV, mask=i < last, other=0.0)
+            under = (r[:, None] > r[None, :]) & new[:, None]
+            near_e = tl.exp2(tl.where(under, g_i[:, None] - g_r[None, :], 0.0) * LOG2E)
+            near = tl.where(under, tl.dot(k, tl.trans(k)) * near_e, 0.0) * beta[:, None]
+            for s in tl.static_range(15):
+                mine = tl.sum(tl.where((r == s)[:, None], x, 0.0), 0)  # one row, the rest zeros
+                mine = mine.to(dtype).to(tl.float32)
+                factor = tl.sum(tl.where((r == s)[None, :], near, 0.0), 1)  # 0 but below s
+                x = x - factor[:, None] * mine[None, :]
+            tl.store(solved + line, x.to(dtype), mask=new[:, None] & own)
+            tl.debug_barrier()  # other threads read these rows from here on
 
 
 @triton.jit
-def recurrence_block_kernel(
-    q_ptr, v_ptr, beta_ptr, a_ptr, b_ptr, w_ptr, k_pages, u_pages, g_pages, end_pages, start_ptr,
-    length_ptr, table_ptr, o_ptr, widest, HK, HV, K, V, C: tl.constexpr, CP: tl.constexpr,
+def recurrence_scan_kernel(
+    k_ptr, v_ptr, k_pages, u_pages, g_pages, end_pages, full_ptr, ends_ptr, start_ptr, length_ptr,
+    table_ptr, widest, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
     DELTA: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
-    """o fp32 [T, HV, V]; u of the new rows and the end states of chunks that become full."""
+    """End states of chunks that become full."""
     request = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
-    kh = h // (HV // HK)
-    cols = tl.program_id(0) * BV + tl.arange(0, BV)
-    d, j, r = tl.arange(0, KP), tl.arange(0, CP), tl.arange(0, 16)
-    dtype = v_ptr.dtype.element_ty
     first = tl.load(start_ptr + request).to(tl.int64)
+    last = tl.load(start_ptr + request + 1).to(tl.int64)
     stop = tl.load(length_ptr + request).to(tl.int64)
-    begin = stop - (tl.load(start_ptr + request + 1).to(tl.int64) - first)
-    shift = first - begin
-    table = table_ptr + request * widest
-    fits, live = cols < V, (d < K)[:, None] & (cols < V)[None, :]
-    state_at = d[:, None] * V + cols[None, :]
-    carried = (begin >= C) & (stop > begin)
-    before = tl.load(table + begin // C - 1, mask=carried, other=0).to(tl.int64)
-    state_from = end_pages + (before * HV + h) * K * V
-    state = tl.load(state_from + state_at, mask=live & carried, other=0.0)
-    for position in range(begin // 16 * 16, stop, 16):
-        page = tl.load(table + position // C).to(tl.int64)
-        r0 = position % C
-        p = position + r
-        new, old = (p >= begin) & (p < stop), p < begin
-        row = p + shift
-        own, held = new[:, None] & fits[None, :], (j < r0)[:, None] & fits[None, :]
-        wide = new[:, None] & (d < K)[None, :]
-        rounded = state.to(dtype)
-        q = tl.load(q_ptr + (row[:, None] * HK + kh) * K + d[None, :], mask=wide, other=0.0)
-        u_base = u_pages + page * C * HV * V + h * V
-        u_at = (r0 + r)[:, None] * HV * V + cols[None, :]
-        u = tl.load(u_base + j[:, None] * HV * V + cols[None, :], mask=held, other=0.0)
-        back = new[:, None] & (j < r0)[None, :]
-        line = (row[:, None] * HV + h) * C
-        w = tl.load(w_ptr + row * HV + h, mask=new, other=0.0)[:, None]
-        x = tl.load(v_ptr + (row[:, None] * HV + h) * V + cols[None, :], mask=own, other=0.0)
-        if DELTA:
+    begin = stop - (last - first)
+    if begin // C < stop // C:
+        dtype = v_ptr.dtype.element_ty
+        cols = tl.program_id(0) * BV + tl.arange(0, BV)
+        d, j = tl.arange(0, KP), tl.arange(0, CP)
+        table = table_ptr + request * widest
+        fits = cols < V
+        live = (d < K)[:, None] & fits[None, :]
+        own = h.to(tl.int64) * K * V + d[:, None] * V + cols[None, :]
+        carried = begin >= C
+        before = tl.load(table + begin // C - 1, mask=carried, other=0).to(tl.int64)
+        state = tl.load(end_pages + before * HV * K * V + own, mask=live & carried, other=0.0)
+        keys_wide, wide = HK * K, HV * V
+        place = tl.load(ends_ptr + request).to(tl.int64) - (stop + C - 1) // C
+        for chunk in range(begin // C, stop // C):
+            low = chunk * C
+            page = tl.load(table + chunk).to(tl.int64)
+            fresh, row = begin <= low, low + first - begin
+            keys = tl.where(fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide)
             k = tl.load(
-                k_pages + ((page * C + r0 + r)[:, None] * HK + kh) * K + d[None, :],
-                mask=wide, other=0.0,
+                keys + h // (HV // HK) * K + j[:, None] * keys_wide + d[None, :],
+                mask=(j < C)[:, None] & (d < K)[None, :], other=0.0,
             )  # fmt: skip
-            b = tl.load(b_ptr + line + j[None, :], mask=back, other=0.0).to(dtype)
-            near = tl.load(b_ptr + line + r0 + r[None, :], mask=new[:, None], other=0.0)
-            beta = tl.load(beta_ptr + row * HV + h, mask=new, other=0.0)
-            left = x.to(tl.float32) - w * tl.dot(k, rounded) - tl.dot(b, u)
-            kept = tl.load(u_base + u_at, mask=old[:, None] & fits[None, :], other=0.0)
-            left = tl.where(old[:, None], kept.to(tl.float32), left)
-            for s in tl.static_range(16):
-                this = (r == s)[:, None]
-                mine = tl.sum(tl.where(this, left, 0.0), 0)  # one row, the rest zeros
-                strength = tl.sum(tl.where(r == s, tl.where(new, beta, 1.0), 0.0), 0)
-                mine = (mine * strength).to(dtype).to(tl.float32)
-                factor = tl.sum(tl.where((r == s)[None, :], near, 0.0), 1)
-                after = new[:, None] & (r > s)[:, None]
-                left = tl.where(this, mine[None, :], left)
-                left = tl.where(after, left - factor[:, None] * mine[None, :], left)
-            fresh = left.to(dtype)
-        else:
-            kept = tl.load(u_base + u_at, mask=old[:, None] & fits[None, :], other=0.0)
-            fresh = tl.where(old[:, None], kept, x)
-        tl.store(u_base + u_at, fresh, mask=own)
-        a = tl.load(a_ptr + line + j[None, :], mask=back, other=0.0)
-        close = tl.load(a_ptr + line + r0 + r[None, :], mask=new[:, None], other=0.0)
-        live_rows = (new | old)[:, None]
-        fresh = tl.where(live_rows, fresh, tl.zeros_like(fresh))
-        o = w * tl.dot(q, rounded) + tl.dot(a, u) + tl.dot(close, fresh)
-        tl.store(o_ptr + (row[:, None] * HV + h) * V + cols[None, :], o, mask=own)
-        tl.debug_barrier()  # the block's rows of u are read by other threads from here on
-        if (r0 == C - 16) & (position + 16 <= stop):
-            whole = (j < C)[:, None]
-            decays = tl.load(g_pages + (page * C + j) * HV + h, mask=j < C, other=0.0)
-            last = tl.load(g_pages + (page * C + C - 1) * HV + h)
-            e = tl.exp2((last - decays) * LOG2E)[:, None]
-            all_u = tl.load(
-                u_base + j[:, None] * HV * V + cols[None, :], mask=whole & fits[None, :], other=0.0
+            values = tl.where(fresh, v_ptr + row * wide, u_pages + page * C * wide)
+            u = tl.load(
+                values + h * V + j[:, None] * wide + cols[None, :],
+                mask=(j < C)[:, None] & fits[None, :], other=0.0,
+            ).to(tl.float32)  # fmt: skip
+            decays = g_pages + page * C * HV + h
+            g = tl.load(decays + j * HV, mask=j < C, other=0.0)
+            g_last = tl.load(decays + (C - 1) * HV)
+            if DELTA:
+                solved = tl.load(
+                    full_ptr + ((place + chunk) * HV + h) * (C * C) + j[:, None] * C + j[None, :],
+                    mask=(j < C)[:, None] & (j < C)[None, :], other=0.0,
+                )  # fmt: skip
+                u -= tl.exp2(g * LOG2E)[:, None] * tl.dot(k, state.to(dtype))
+                u = tl.dot(solved, u.to(dtype))
+            u = (u * tl.exp2((g_last - g) * LOG2E)[:, None]).to(dtype)
+            state = tl.dot(tl.trans(k), u, state * tl.exp2(g_last * LOG2E))
+            tl.store(end_pages + page * HV * K * V + own, state, mask=live)
+
+
+@triton.jit
+def recurrence_out_kernel(
+    q_ptr, k_ptr, v_ptr, k_pages, u_pages, g_pages, end_pages, open_ptr, full_ptr, owner_ptr,
+    ends_ptr, chunk_ends_ptr, start_ptr, length_ptr, table_ptr, o_ptr, widest, B, HK, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, DELTA: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+):  # fmt: skip
+    """o fp32 [T, HV, V]."""
+    h = tl.program_id(1)
+    live, request, position, begin, stop, shift = _tile(
+        tl.program_id(2), owner_ptr, ends_ptr, start_ptr, length_ptr, B, M
+    )
+    if live:
+        dtype = v_ptr.dtype.element_ty
+        low = position // C * C
+        table = table_ptr + request * widest + low // C
+        before = tl.load(table - 1, mask=low > 0, other=0).to(tl.int64)
+        page = tl.load(table).to(tl.int64)
+        cols = tl.program_id(0) * BV + tl.arange(0, BV)
+        d, j, r = tl.arange(0, KP), tl.arange(0, CP), tl.arange(0, M)
+        fits = cols < V
+        state = tl.load(
+            end_pages + (before * HV + h) * (K * V) + d[:, None] * V + cols[None, :],
+            mask=(d < K)[:, None] & fits[None, :] & (low > 0), other=0.0,
+        ).to(dtype)  # fmt: skip
+        fresh, row = begin <= low, low + shift
+        keys_wide, wide = HK * K, HV * V
+        kh = h // (HV // HK) * K
+        there = (j < C) & (low + j < stop)
+        keys = tl.where(fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide)
+        k = tl.load(
+            keys + kh + j[:, None] * keys_wide + d[None, :],
+            mask=there[:, None] & (d < K)[None, :], other=0.0,
+        )  # fmt: skip
+        values = tl.where(fresh, v_ptr + row * wide, u_pages + page * C * wide)
+        u = tl.load(
+            values + h * V + j[:, None] * wide + cols[None, :],
+            mask=there[:, None] & fits[None, :], other=0.0,
+        )  # fmt: skip
+        p = position + r
+        i, new = p - low, (p >= begin) & (p < stop)
+        q = tl.load(
+            q_ptr + (p + shift)[:, None] * keys_wide + kh + d[None, :],
+            mask=new[:, None] & (d < K)[None, :], other=0.0,
+        )  # fmt: skip
+        decays = g_pages + page * C * HV + h
+        g_i = tl.load(decays + i * HV, mask=new, other=0.0)
+        g_j = tl.load(decays + j * HV, mask=there, other=0.0)
+        reach = new[:, None] & (j[None, :] <= i[:, None])
+        e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
+        a = tl.where(reach, tl.dot(q, tl.trans(k)) * e, 0.0).to(dtype)
+        o = tl.dot(q, state) * tl.exp2(g_i * LOG2E)[:, None]
+        if DELTA:
+            solved_ptr = open_ptr + (page * HV + h) * (2 * K * V)
+            place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
+            solved_ptr = tl.where(
+                stop < low + C, solved_ptr, full_ptr + (place * HV + h) * (C * C)
             )
-            keys = tl.load(
-                k_pages + ((page * C + j)[None, :] * HK + kh) * K + d[:, None],
-                mask=(j < C)[None, :] & (d < K)[:, None], other=0.0,
+            solved = tl.load(
+                solved_ptr + j[:, None] * C + j[None, :], mask=there[:, None] & (j < C)[None, :],
+                other=0.0,
             )  # fmt: skip
-            state = tl.exp2(last * LOG2E) * state
-            state = state + tl.dot(keys, (all_u.to(tl.float32) * e).to(dtype))
-            tl.store(end_pages + (page * HV + h) * K * V + state_at, state, mask=live)
+            left = u.to(tl.float32) - tl.exp2(g_j * LOG2E)[:, None] * tl.dot(k, state)
+            u = tl.dot(solved, left.to(dtype)).to(dtype)
+        o = tl.dot(a, u, o)
+        tl.store(
+            o_ptr + ((p + shift)[:, None] * HV + h) * V + cols[None, :], o,
+            mask=new[:, None] & fits[None, :],
+        )  # fmt: skip

@@ -1,17 +1,20 @@
-"""Recurrences on matrix units: bf16 rows in blocks of 16, decode with the instructions of prefill.
+"""Recurrences on matrix units: bf16 rows, chunks side by side, decode with prefill's instructions.
 
-Contracts ``recurrence_blocks.<kind>.bfloat16.sm90.v1`` for ssd and gated_delta (decays per value
+Contracts ``recurrence_blocks.<kind>.bfloat16.sm90.v2`` for ssd and gated_delta (decays per value
 head), chunks of a multiple of 16 rows. Orders and rounding points are in :mod:`.gpu_block_kernels`:
 products of bf16 operands with fp32 sums, as in the chunk kernels of vLLM, whose accuracy it has.
-Pages hold k and u in bf16 and, for g, its running sum from the chunk's start; states are fp32.
-Written for graphs: nothing waits for the host, the number of programs follows from shapes alone.
+Pages hold a chunk's k and v in bf16 until it is full, the running sum of its log decays and, where
+its end state will be, the rows of T so far (delta rules); states are fp32. Tiles and warps are
+schedule. Written for graphs: nothing waits for the host, the number of programs follows from shapes
+alone.
 
-    o = launch(q, k, v, g, beta, k_pages, u_pages, g_pages, end_pages, start, length, table)
+    o = launch(q, k, v, g, beta, k_pages, v_pages, g_pages, end_pages, start, length, table)
 
 Left out: KDA, whose decays are per channel; a gradient. The reference is the same programs at
 another launch shape. Legend: as in :mod:`.gpu_kernels`.
 """
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -25,19 +28,50 @@ from ..gpu.register import register_gpu
 from .gpu import padded
 from .pages import slots_of
 
-_COLUMNS = 32
 BLOCK = 16
 
 
-def blocks_of(query_start: Tensor, length: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """int32 ``(owner [rows // 16 + 2 B], ends [B])``: whose each block is; B where nobody's."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """How a step is cut into programs; the bits are the same for all.
+
+    rows: of a tile of outputs, divides the chunk. columns: of the walk over states, and of outputs.
+    """
+
+    rows: int
+    scan: tuple[int, int, int] = (32, 4, 2)
+    out: tuple[int, int, int] = (64, 4, 1)
+    solve: int = 1
+
+
+def shape_of(tokens: int, requests: int, chunk: int, value: int) -> Shape:
+    """What is fast on an H200, by numbers that shapes alone give."""
+    if tokens <= 4 * requests:
+        return Shape(rows=BLOCK, scan=(padded(value), 8, 1))
+    return Shape(rows=64 if chunk % 64 == 0 else BLOCK)
+
+
+Tiles = tuple[Tensor, Tensor]
+
+
+def tiles_of(query_start: Tensor, length: Tensor, rows: int, size: int) -> Tiles:
+    """int32 ``(owner, ends [B])``: whose each tile of ``size`` positions is; B where nobody's."""
     begin = length - query_start.diff()
-    count = (length + BLOCK - 1) // BLOCK - begin // BLOCK
+    count = (length + size - 1) // size - begin // size
     ends = torch.where(length > begin, count, 0).cumsum(0).to(torch.int32)
-    block = torch.arange(
-        rows // BLOCK + 2 * length.numel(), device=length.device, dtype=torch.int32
-    )
-    return torch.searchsorted(ends, block, right=True, out_int32=True), ends
+    most = min(rows, rows // size + 2 * length.numel())
+    tile = torch.arange(most, device=length.device, dtype=torch.int32)
+    return torch.searchsorted(ends, tile, right=True, out_int32=True), ends
+
+
+def blocks_of(
+    query_start: Tensor, length: Tensor, rows: int, chunk: int, shape: Shape
+) -> tuple[Tiles, Tiles]:
+    """Chunks and tiles of a step: made once for all layers."""
+    chunks = tiles_of(query_start, length, rows, chunk)
+    if shape.rows == chunk:
+        return chunks, chunks
+    return chunks, tiles_of(query_start, length, rows, shape.rows)
 
 
 def launch(
@@ -47,50 +81,60 @@ def launch(
     g: Tensor,
     beta: Tensor | None,
     k_pages: Tensor,
-    u_pages: Tensor,
+    v_pages: Tensor,
     g_pages: Tensor,
     end_pages: Tensor,
     query_start: Tensor,
     length: Tensor,
     table: Tensor,
-    blocks: tuple[Tensor, Tensor] | None = None,
-    *,
-    columns: int = _COLUMNS,
-    warps: int = 4,
+    blocks: tuple[Tiles, Tiles] | None = None,
+    shape: Shape | None = None,
 ) -> Tensor:
-    """``o [T, HV, V]`` fp32; the pages take the rows and the states."""
-    gpu_kernels = programs(__package__, "gpu_block_kernels")
+    """``o [T, HV, V]`` fp32; the pages take the rows and the states. blocks: of the same shape."""
+    kernels = programs(__package__, "gpu_block_kernels")
 
     q, k, v, g = (aligned(each) for each in (q, k, v, g))
     (tokens, key_heads, key), (heads, value), chunk = q.shape, v.shape[1:], k_pages.shape[1]
-    if chunk % BLOCK:
+    delta = beta is not None
+    if chunk % BLOCK or (delta and chunk * chunk > 2 * key * value):
         raise ContractError(
-            f"chunks of {chunk} rows are no multiple of {BLOCK}; take the fp32 contract"
+            f"chunks of {chunk} rows are no multiple of {BLOCK}, or longer than their end state of "
+            f"{key} by {value} has room for; take the fp32 contract"
         )
-    fp32: dict[str, Any] = {"dtype": torch.float32, "device": q.device}
-    o, requests = torch.empty(v.shape, **fp32), length.numel()
+    o = torch.empty(v.shape, dtype=torch.float32, device=q.device)
     if not tokens:
         return o
-    owner, ends = blocks or blocks_of(query_start, length, tokens)
-    delta = beta is not None
-    a = torch.empty(tokens, heads, chunk, dtype=v.dtype, device=q.device)
-    b = torch.empty(tokens, heads, chunk if delta else 0, **fp32)
-    w = torch.empty(tokens, heads, **fp32)
+    requests = length.numel()
+    shape = shape or shape_of(tokens, requests, chunk, value)
+    (owner, ends), tiles = blocks or blocks_of(query_start, length, tokens, chunk, shape)
+    chunks = owner.numel()
+    full = torch.empty(chunks if delta else 0, heads, chunk, chunk, dtype=v.dtype, device=q.device)
+    still_open = end_pages.view(v.dtype)
     index = (query_start, length, table)
     whose = (owner, ends, *index, table.shape[1], requests)
-    options: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": warps, "num_stages": 1}
-    sizes = (key_heads, heads, key)
-    shape = {"C": chunk, "CP": padded(chunk), "DELTA": delta, "KP": padded(key)}
-    gpu_kernels.recurrence_rows_kernel[(owner.numel(),)](
-        k, g, k_pages, g_pages, *whose, heads, key_heads * key, C=chunk, HP=padded(heads), KB=128,
-        **options,
+    options: dict[str, Any] = {"enable_fp_fusion": False}
+    sizes: dict[str, Any] = {"K": key, "V": value, "C": chunk, "CP": padded(chunk)}
+    sizes |= {"KP": padded(key)}
+    parts = -(-max(key_heads * key, heads * value) // 256)
+    kernels.recurrence_pages_kernel[(chunks, parts)](
+        k, v, g, k_pages, v_pages, g_pages, *whose, heads, key_heads * key, heads * value,
+        C=chunk, HP=padded(heads), COLS=256, num_warps=4, **options,
     )  # fmt: skip
-    gpu_kernels.recurrence_block_weights_kernel[(owner.numel(), heads)](
-        q, k_pages, g_pages, a, b, w, *whose, *sizes, **shape, **options
-    )
-    gpu_kernels.recurrence_block_kernel[(-(-value // columns), heads, requests)](
-        q, v, v if beta is None else aligned(beta), a, b, w, k_pages, u_pages, g_pages, end_pages,
-        *index, o, table.shape[1], *sizes, value, BV=columns, **shape, **options,
+    if beta is not None:
+        kernels.recurrence_solve_kernel[(heads, chunks)](
+            k, aligned(beta), k_pages, g_pages, still_open, full, *whose, key_heads, heads,
+            **sizes, num_warps=shape.solve, num_stages=1, **options,
+        )  # fmt: skip
+    columns, warps, stages = shape.scan
+    kernels.recurrence_scan_kernel[(-(-value // columns), heads, requests)](
+        k, v, k_pages, v_pages, g_pages, end_pages, full, ends, *index, table.shape[1], key_heads,
+        heads, **sizes, DELTA=delta, BV=columns, num_warps=warps, num_stages=stages, **options,
+    )  # fmt: skip
+    columns, warps, stages = shape.out
+    kernels.recurrence_out_kernel[(-(-value // columns), heads, tiles[0].numel())](
+        q, k, v, k_pages, v_pages, g_pages, end_pages, still_open, full, *tiles, ends, *index, o,
+        table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta, BV=columns, M=shape.rows,
+        num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     return o
 
@@ -102,37 +146,37 @@ def functional(
     g: Tensor,
     beta: Tensor | None,
     k_pages: Tensor,
-    u_pages: Tensor,
+    v_pages: Tensor,
     g_pages: Tensor,
     end_pages: Tensor,
     query_start: Tensor,
     length: Tensor,
     table: Tensor,
-    **shape: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """``(o, u, ends)`` of the call's rows, from copies of the pages: to be proved."""
-    stores = [each.clone() for each in (k_pages, u_pages, g_pages, end_pages)]
+    shape: Shape | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``(o, ends)`` of the call's rows, from copies of the pages: to be proved."""
+    stores = [each.clone() for each in (k_pages, v_pages, g_pages, end_pages)]
     chunk = k_pages.shape[1]
     slot = slots_of(query_start, length, table, chunk)
-    k_new, u_new, g_new, end_new = stores
     pages = slot[slot % chunk == chunk - 1] // chunk
-    index = (query_start, length, table)
-    o = launch(q, k, v, g, beta, k_new, u_new, g_new, end_new, *index, **shape)
-    return o, u_new.flatten(0, 1)[slot], end_new[pages]
+    o = launch(q, k, v, g, beta, *stores, query_start, length, table, shape=shape)
+    return o, stores[3][pages]
 
 
-reference = partial(functional, columns=16, warps=1)
+reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 1, 1), out=(16, 1, 1), solve=2))
 
 CONTRACTS = {
     kind: register_gpu(
         {"triton": functional},
         name=f"recurrence_blocks.{kind}",
         storages=("bfloat16",),
+        version="v2",
         op="recurrence_blocks",
-        formula=f"as recurrence.{kind}.float32.cpu.v1, decays as differences of running sums",
-        order="products over K and over earlier blocks by matrix instructions, ascending; rows of "
-        "the block by substitution, ascending; state last",
-        rounding="bf16 operands (S, a, b off the block, u), fp32 sums",
+        formula=f"as recurrence.{kind}.float32.cpu.v1, decays as differences of running sums, "
+        "u = T (v - w k S)",
+        order="products by matrix instructions, ascending; T by substitution, blocks of 16 rows, "
+        "the block's own rows ascending; o = w q S, then A U; fold on the decayed state",
+        rounding="bf16 operands (S, T, R, U, a, e U; b off the block), fp32 sums",
         functions="ex2.approx of the decay times log2(e)",
         reference="zeromismatch.kernels.recurrence.gpu_blocks:reference",
     )[torch.bfloat16]

@@ -19,6 +19,7 @@ SIZES = {  # key heads, value heads, key size, value size, chunk
     "kda": (2, 2, 128, 128, 64),
 }
 BLOCKS = ("gated_delta", "ssd")
+OTHER = gpu_blocks.reference.keywords["shape"]
 CASES = [*((kind, True) for kind in BLOCKS), *((kind, False) for kind in SIZES)]
 
 
@@ -58,7 +59,7 @@ def step(kind, blocks, given, stores, counts, lengths, table, **shape):
     start = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
     where = (start, torch.tensor(lengths, device="cuda").int(), table)
     if blocks:
-        return gpu_blocks.launch(*given, *stores, *where, **shape)
+        return gpu_blocks.launch(*given, *stores, *where, shape=OTHER if shape else None)
     return gpu.launch(*given, *stores, *where, slots_of(*where, SIZES[kind][4]), **shape)
 
 
@@ -132,7 +133,10 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(kind, blocks):
     start = torch.tensor([0, 4], device="cuda").int()
     length = torch.tensor([rows], device="cuda").int()
     where = (start, length, table)
-    slot, blocks_index = slots_of(*where, chunk), gpu_blocks.blocks_of(start, length, 4)
+    slot, value = slots_of(*where, chunk), SIZES[kind][3]
+    blocks_index = gpu_blocks.blocks_of(
+        start, length, 4, chunk, gpu_blocks.shape_of(4, 1, chunk, value)
+    )
 
     def call():
         if blocks:
