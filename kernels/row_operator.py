@@ -28,8 +28,8 @@ Contracts = Mapping[torch.dtype, Contract]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RowOperator:
-    """See the module. ``by``: which tensor's dtype names the contract. ``adapted``: what the
-    forward contract takes, of what the operator takes."""
+    """See the module. ``by``: which tensor's dtype names the contract. ``served``: runs the forward
+    where that takes more than the contract and the arguments."""
 
     name: str
     tensors: int
@@ -37,12 +37,15 @@ class RowOperator:
     gradient: Contracts
     parameters: tuple[int, ...] = ()
     by: int = 0
-    adapted: Callable[..., tuple[Any, ...]] | None = None
+    served: Callable[..., Any] | None = None
 
     def __call__(self, *arguments: Any) -> Any:
         """The forward; with gradients where autograd records. Tensors first, options after."""
-        first = arguments[self.by]
-        covering(self.forward, first)
+        covering(self.forward, arguments[self.by])
+        return self.recorded(*arguments)
+
+    def recorded(self, *arguments: Any) -> Any:
+        """As a call, for tensors that the caller has checked."""
         given = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
         tensors = given[: self.tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
@@ -51,8 +54,9 @@ class RowOperator:
 
     def run(self, *given: Any) -> Any:
         """The forward alone."""
-        contract = self.forward[given[self.by].dtype]
-        return choose(contract.id).run(*(self.adapted(*given) if self.adapted else given))
+        if self.served is not None:
+            return self.served(*given)
+        return choose(self.forward[given[self.by].dtype].id).run(*given)
 
 
 class _Recorded(torch.autograd.Function):

@@ -60,9 +60,15 @@ class RotaryTable:
     def __call__(
         self, x: Tensor, position_ids: Tensor, layer_type: str | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Rows of the table for ``position_ids`` (any shape)."""
-        longest = int(position_ids.max()) + 1 if position_ids.numel() else 1
+        """Rows of the table for ``position_ids`` (any shape).
+
+        A graph's capture cannot ask how long they are: it takes the table as it is, so whoever
+        captures calls this once before, with the last position that a replay may have.
+        """
         tables = self._tables.get(layer_type)
+        if tables is not None and x.is_cuda and torch.cuda.is_current_stream_capturing():
+            return tables[0][position_ids], tables[1][position_ids]
+        longest = int(position_ids.max()) + 1 if position_ids.numel() else 1
         if tables is None or tables[0].shape[0] < longest or tables[0].device != x.device:
             tables = self._build(longest, layer_type, x.device)
         return tables[0][position_ids], tables[1][position_ids]

@@ -8,8 +8,7 @@ before. Taps are added in one order, oldest first, so every cut of a request giv
 page keeps its rows as they came, in the model's dtype. The sum is rounded, then its silu, as the
 two steps of transformers' code. The gradient of the weight is one chain over rows in the order of
 the call. ``kernels/reference/convolution.py`` is the definition;
-``pytest tests/kernels/convolution`` exercises it. CUDA tensors go to :mod:`.gpu`, without a
-gradient yet.
+``pytest tests/kernels/convolution`` exercises it. CUDA tensors go to :mod:`.gpu`.
 
 Legend: T rows, B requests, P pages, C rows per chunk, D channels, W taps (at most 4).
 """
@@ -23,15 +22,16 @@ from torch import Tensor
 from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
-from ..recurrence.pages import Filled, RowBatch, packed_rows, packed_start
+from ..gpu.device import require_no_gradient
+from ..recurrence.pages import Filled, RowBatch, packed_start
 from . import cpu, gpu
+from .gpu import MAX_TAPS
 
 __all__ = [
     "ConvolutionCache", "new_convolution_cache", "packed_convolution", "paged_convolution",
 ]  # fmt: skip
 
 Activation = Literal["silu"] | None
-MAX_TAPS = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +87,7 @@ def paged_convolution(
     x, weight = x.contiguous(), weight.contiguous()
     if x.is_cuda:
         gpu.check(x, weight, bias)
+        require_no_gradient("paged convolution", x, weight, bias)
         index = (batch.query_start, batch.length, batch.table, batch.slot)
         return gpu.step_op(x, weight, bias, silu, cache.rows, *index)
     cache.filled.admit(batch)
@@ -109,12 +110,7 @@ def packed_convolution(
     silu = _check(x, weight, bias, activation)
     start = packed_start(query_start, len(x))
     if x.is_cuda:
-        batch = packed_rows(start, MAX_TAPS)
-        pages = int(batch.table.max()) + 1 if batch.table.numel() else 0
-        cache = new_convolution_cache(
-            pages, MAX_TAPS, x.shape[1], dtype=x.dtype, device=x.device
-        )
-        return paged_convolution(x, weight, bias, activation, cache, batch)
+        return gpu.packed(x, weight, bias, silu, start)
     return cpu.PACKED(x, weight, bias, silu, start)
 
 

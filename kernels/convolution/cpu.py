@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..cpu.load import core
 from ..cpu.register import is_bf16, register_core
+from ..dispatch import choose
 from ..row_operator import RowOperator
 
 _REFERENCE = "zeromismatch.kernels.reference.convolution:"
@@ -81,11 +82,13 @@ GRADIENTS = register_core(
 
 def _whole_requests(
     x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, start: Tensor
-) -> tuple[Any, ...]:
-    """The forward's arguments where every request begins at 0: no pages."""
+) -> Tensor:
+    """The forward where every request begins at 0: no pages."""
     length = start.diff()
     table = torch.zeros(length.numel(), 0, dtype=torch.int32)
-    return x, weight, bias, silu, x.new_empty(0, 1, x.shape[1]), start, length, table
+    pages = x.new_empty(0, 1, x.shape[1])
+    run = choose(CONTRACTS[x.dtype].id).run
+    return run(x, weight, bias, silu, pages, start, length, table)
 
 
 PACKED = RowOperator(
@@ -94,5 +97,5 @@ PACKED = RowOperator(
     parameters=(1, 2),
     forward=CONTRACTS,
     gradient=GRADIENTS,
-    adapted=_whole_requests,
+    served=_whole_requests,
 )

@@ -2,8 +2,8 @@
 
 Contract ``convolution.taps.<dtype>.sm90.v1``: the CPU contract's order (one FMA chain, oldest tap
 first, rounded, then silu) with exp2. A row's work depends on its own rows alone; negative slots
-are padding. Certified on an H200 (``benchmarks/recurrent.md``). Left out: a gradient. Legend: as in
-:mod:`.gpu_kernels`.
+are padding. Certified on an H200 (``benchmarks/recurrent.md``). :mod:`.gpu_gradient` has the
+gradient. Legend: as in :mod:`.gpu_kernels`.
 """
 
 from functools import partial
@@ -13,10 +13,13 @@ import torch
 from torch import Tensor
 
 from ..dispatch import choose
-from ..gpu.device import aligned, programs, require, require_no_gradient
+from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu, serving
-from ..recurrence.pages import owners, slots_of
+from ..recurrence.pages import owners, packed_rows, slots_of
+from ..row_operator import RowOperator
+from .gpu_gradient import GRADIENTS
 
+MAX_TAPS = 4
 _COLUMNS = 512
 
 
@@ -103,6 +106,34 @@ def _(x: Tensor, *_: Any) -> Tensor:
 
 
 def check(*tensors: Tensor | None) -> None:
-    """CUDA tensors of one device, on a GPU with proved contracts, that ask for no gradient."""
+    """CUDA tensors of one device, on a GPU with proved contracts."""
     require("convolution", *tensors)
-    require_no_gradient("convolution", *tensors)
+
+
+def _whole_requests(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, start: Tensor
+) -> Tensor:
+    """The step of whole requests over pages that are dropped again."""
+    batch = packed_rows(start, MAX_TAPS)
+    pages = int(batch.table.max()) + 1 if batch.table.numel() else 0
+    store = x.new_empty(pages, MAX_TAPS, x.shape[1])
+    index = (batch.query_start, batch.length, batch.table, batch.slot)
+    return step_op(x, weight, bias, silu, store, *index)
+
+
+_PACKED = RowOperator(
+    name="convolution",
+    tensors=3,
+    parameters=(1, 2),
+    forward=CONTRACTS,
+    gradient=GRADIENTS,
+    served=_whole_requests,
+)
+
+
+def packed(
+    x: Tensor, weight: Tensor, bias: Tensor | None, silu: bool, start: Tensor
+) -> Tensor:
+    """``y [T, D]`` of whole requests; differentiable in x, weight and bias."""
+    check(x, weight, bias)
+    return _PACKED.recorded(x, weight, bias, silu, start)

@@ -8,7 +8,7 @@ Rounding points are those of transformers' code. x, gate and weight may each be 
 bf16 Nemotron-H the state's output is fp32 beside a bf16 gate. Means in 16 fixed lanes and one
 tree; square roots and divisions correctly rounded. ``kernels/reference/gated_norm.py`` is the
 definition; ``pytest tests/kernels/gated_norm`` exercises it. CUDA tensors go to :mod:`.gpu`, whose
-contracts have another order and no gradient.
+contracts have another order.
 
 Legend: T rows, H columns.
 """

@@ -1,9 +1,9 @@
-"""Gated RMSNorm and the L2 norm on the GPU: contracts and launches, forward only.
+"""Gated RMSNorm and the L2 norm on the GPU: contracts and launches.
 
 Contracts ``gated_rmsnorm.lanes.<dtype>.sm90.v1`` and ``l2norm.lanes...``: the CPU's formulas and
 rounding points, another order of the sums (:mod:`.gpu_kernels`) and exp2. The order depends on the
 width of a group; rows per program and warps are schedule, and the reference is one row by one warp.
-Left out: gradients, which the recurrence does not have on the GPU either.
+:mod:`.gpu_gradient` has the gradients.
 """
 
 from functools import partial
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose
-from ..gpu.device import aligned, programs, require, require_no_gradient
-from ..gpu.register import register_gpu, serving
+from ..gpu.device import aligned, programs, require
+from ..gpu.register import register_gpu
+from ..row_operator import RowOperator
+from .gpu_gradient import GRADIENTS
 
 _ORDERS = ("silu_after", "sigmoid_after", "silu_before")
 _VECTOR = 4
@@ -88,9 +89,21 @@ CONTRACTS = {
 }
 
 
+_OPERATORS = {
+    op: RowOperator(
+        name=op,
+        tensors=tensors,
+        parameters=parameters,
+        forward=CONTRACTS[op],
+        gradient=GRADIENTS[op],
+    )
+    for op, tensors, parameters in (("gated_rmsnorm", 3, (2,)), ("l2norm", 1, ()))
+}
+
+
 def serve(op: str, *arguments: Any) -> Any:
-    """Run ``op`` on CUDA tensors by its proved contract; the first one's dtype names it."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
+    """Run ``op`` on CUDA tensors by its proved contract, the first one's dtype; differentiable."""
+    operator = _OPERATORS[op]
+    tensors = arguments[: operator.tensors]
     require(op, *tensors, dtypes=(torch.float32, torch.bfloat16))
-    require_no_gradient(op, *tensors)
-    return choose(serving(CONTRACTS[op], op, tensors[0].dtype)).run(*arguments)
+    return operator.recorded(*arguments)

@@ -11,7 +11,7 @@
 Rounding points are those of transformers' code for these models, which is what they replace; the
 fp32 functions inside have one definition each (``kernels/reference/gates.py``), where stock torch
 differs between a vector and its tail. ``pytest tests/kernels/gates`` exercises them. CUDA tensors
-go to :mod:`.gpu`, whose contracts have exp2 and no gradient.
+go to :mod:`.gpu`, whose contracts have exp2.
 
 Legend: T rows, H heads, K key size, P head size.
 """
@@ -113,5 +113,5 @@ def skip(o: Tensor, x: Tensor, d: Tensor) -> Tensor:
             f"{tuple(x.shape)} and {tuple(d.shape)}; take o from the recurrence"
         )
     if x.is_cuda:
-        return gpu.serve("skip", o, x, d, by=1)
+        return gpu.serve("skip", o, x, d)
     return cpu.SKIP(o, x, d)

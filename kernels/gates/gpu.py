@@ -1,8 +1,8 @@
-"""Gates of recurrent layers on the GPU: contracts and launches, forward only.
+"""Gates of recurrent layers on the GPU: contracts and launches.
 
 Contracts ``<op>.exp2.<dtype>.sm90.v1``: the CPU's formulas and rounding points with exp2
 (:mod:`.gpu_kernels`). Elementwise, so every schedule has the same bits; the reference is one
-element a thread. Left out: gradients, which the recurrence does not have on the GPU either.
+element a thread. :mod:`.gpu_gradient` has the gradients.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose
-from ..gpu.device import aligned, programs, require, require_no_gradient
-from ..gpu.register import register_gpu, serving
+from ..gpu.device import aligned, programs, require
+from ..gpu.register import register_gpu
+from ..row_operator import RowOperator
+from .gpu_gradient import GRADIENTS
 
 _BLOCK = 1024
 _STORAGES = ("float32", "bfloat16")
@@ -126,9 +127,32 @@ CONTRACTS = {
 }
 
 
-def serve(op: str, *arguments: Any, by: int = 0) -> Any:
-    """Run ``op`` on CUDA tensors by its proved contract. by: whose dtype names the contract."""
-    tensors = [each for each in arguments if isinstance(each, Tensor)]
-    require(op, tensors[by], *tensors, dtypes=(torch.float32, torch.bfloat16))
-    require_no_gradient(op, *tensors)
-    return choose(serving(CONTRACTS[op], op, tensors[by].dtype)).run(*arguments)
+# How many tensors, which of them all rows share, and whose dtype names the contract.
+_TENSORS: dict[str, tuple[int, tuple[int, ...], int]] = {
+    "sigmoid": (1, (), 0),
+    "sigmoid_mul": (2, (), 0),
+    "relu_squared": (1, (), 0),
+    "decay": (3, (1, 2), 0),
+    "time_step": (2, (1,), 0),
+    "discretised": (3, (2,), 0),
+    "skip": (3, (2,), 1),
+}
+_OPERATORS = {
+    op: RowOperator(
+        name=op,
+        tensors=tensors,
+        parameters=parameters,
+        by=by,
+        forward=CONTRACTS[op],
+        gradient=GRADIENTS[op],
+    )
+    for op, (tensors, parameters, by) in _TENSORS.items()
+}
+
+
+def serve(op: str, *arguments: Any) -> Any:
+    """Run ``op`` on CUDA tensors by its proved contract; differentiable."""
+    operator = _OPERATORS[op]
+    tensors = arguments[: operator.tensors]
+    require(op, tensors[operator.by], *tensors, dtypes=(torch.float32, torch.bfloat16))
+    return operator.recorded(*arguments)

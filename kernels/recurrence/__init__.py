@@ -19,8 +19,9 @@ simple reference, reads and writes K V numbers for every token; it has other bit
 All arithmetic is fp32; bf16 rows are widened exactly. ``kernels/reference/recurrence.py`` is the
 definition, :mod:`.pages` says which rows lie where; ``pytest tests/kernels/recurrence`` exercises
 them. CUDA tensors go to :mod:`.gpu`, whose contract has the same properties and other bits; there
-pages are trusted, nothing waits for the host, and there is no gradient yet; :mod:`.gpu_blocks` has
-the same for bf16 rows on matrix units. Convolutions, gates and norms are other operators.
+pages are trusted and a paged step waits for nobody; :mod:`.gpu_gradient` has the gradient,
+:mod:`.gpu_blocks` the paged form for bf16 rows on matrix units. Convolutions, gates and norms are
+other operators.
 
 Legend: T rows, B requests, P pages, C rows per chunk, HK and HV key and value heads, K, V sizes.
 """
@@ -34,7 +35,8 @@ from torch.autograd.function import once_differentiable
 
 from ..dispatch import choose
 from ..errors import ContractError, NonFiniteError
-from . import cpu, gpu, gpu_blocks
+from ..gpu.device import require_no_gradient
+from . import cpu, gpu, gpu_blocks, gpu_gradient
 from .pages import Filled, RowBatch, full_pages, packed_rows, packed_start
 
 __all__ = [
@@ -134,6 +136,7 @@ def paged_recurrence(
     parts = (cache.k, cache.u, cache.decay, cache.end)
     if cache.k.is_cuda:
         gpu.check(*rows)
+        require_no_gradient("paged recurrence", *rows)
         if cache.k.dtype == torch.bfloat16:
             index = (batch.query_start, batch.length, batch.table)
             return gpu_blocks.step(kind, *rows, *parts, *index)
@@ -172,18 +175,12 @@ def packed_recurrence(
     start = packed_start(query_start, len(rows[0]))
     if rows[0].is_cuda:
         gpu.check(*rows)
-        batch = packed_rows(start, chunk)
-        sizes = (rows[1].shape[1], rows[2].shape[1], rows[1].shape[2], rows[2].shape[2])
-        cache = new_recurrence_cache(
-            int(batch.table.max()) + 1 if batch.table.numel() else 0, chunk, *sizes,
-            per_channel=kind == "kda", device=rows[0].device,
-        )  # fmt: skip
-        return paged_recurrence(kind, *rows, cache, batch)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in rows):
         o = cast(Tensor, _Packed.apply(kind, *rows, start, chunk))
     else:
         o = _packed_forward(kind, rows, start, chunk)[0]
-    _finite(o, start)
+    if not o.is_cuda:
+        _finite(o, start)
     return o
 
 
@@ -279,6 +276,8 @@ def _packed_forward(
     """No pages: every request begins at 0."""
     q, k, v, g = (x.detach() for x in rows[:4])
     beta = None if rows[4] is None else rows[4].detach()
+    if q.is_cuda:
+        return gpu.packed(kind, q, k, v, g, beta, packed_rows(start, chunk), chunk)
     pages = [x.new_empty(0, chunk, *x.shape[1:]) for x in (k, v, g)]
     ends = v.new_empty(0, v.shape[1], k.shape[2], v.shape[2])
     length = start.diff()
@@ -304,6 +303,7 @@ class _Packed(torch.autograd.Function):
         ctx: Any, *grads: Tensor
     ) -> Any:
         *saved, start = ctx.saved_tensors
-        run = choose(cpu.GRADIENTS[ctx.kind].id).run
+        contracts = gpu_gradient.GRADIENTS if start.is_cuda else cpu.GRADIENTS
+        run = choose(contracts[ctx.kind].id).run
         found = run(grads[0].contiguous(), *saved, start, ctx.chunk)
         return None, *found, None, None

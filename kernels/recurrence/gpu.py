@@ -5,9 +5,9 @@ module of programs writes them down) and exp2. A step of any cut of a request ha
 work per row does not depend on the other rows of the call. The operator writes its rows and states
 into the cache and waits for nobody, so it can be captured in a graph; negative slots are padding.
 The reference is the same programs at another launch shape. Certified on an H200
-(``benchmarks/recurrent.md``).
+(``benchmarks/recurrent.md``). :mod:`.gpu_gradient` has the gradient.
 
-Left out: a gradient. Legend: as in :mod:`.gpu_kernels`.
+Legend: as in :mod:`.gpu_kernels`.
 """
 
 from functools import partial
@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..dispatch import choose
-from ..gpu.device import aligned, programs, require, require_no_gradient
+from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu
-from .pages import owners, slots_of
+from .pages import RowBatch, owners, slots_of
 
 _COLUMNS = 32
 
@@ -151,6 +151,25 @@ def _(kind: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def check(*tensors: Tensor | None) -> None:
-    """CUDA tensors of one device, on a GPU with proved contracts, that ask for no gradient."""
+    """CUDA tensors of one device, on a GPU with proved contracts."""
     require("recurrence", *tensors)
-    require_no_gradient("recurrence", *tensors)
+
+
+def packed(
+    kind: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    batch: RowBatch,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``(o, u, ends)`` of whole requests, as the CPU's contract gives them; the pages go again."""
+    pages = int(batch.table.max()) + 1 if batch.table.numel() else 0
+    stores = [x.new_empty(pages, chunk, *x.shape[1:]) for x in (k, v, g)]
+    stores.append(v.new_empty(pages, v.shape[1], k.shape[2], v.shape[2]))
+    index = (batch.query_start, batch.length, batch.table, batch.slot)
+    o = step_op(kind, q, k, v, g, beta, *stores, *index)
+    full = batch.slot[batch.slot % chunk == chunk - 1] // chunk
+    return o, stores[1].flatten(0, 1)[batch.slot], stores[3][full]

@@ -4,6 +4,8 @@
 also cut at another place, which may not change a bit here either.
 """
 
+from itertools import pairwise
+
 import interpreted  # sets the interpreter up
 import torch
 
@@ -13,12 +15,13 @@ from zeromismatch.kernels.contract import get_contract
 from zeromismatch.kernels.convolution import gpu as convolution
 from zeromismatch.kernels.gated_norm import gpu as norms
 from zeromismatch.kernels.gates import gpu as gates
-from zeromismatch.kernels.recurrence import gpu
+from zeromismatch.kernels.recurrence import gpu, gpu_gradient
 from zeromismatch.kernels.recurrence import gpu_blocks as block_units
 from zeromismatch.kernels.reference import convolution as convolution_reference
 from zeromismatch.kernels.reference import gated_norm as norms_reference
 from zeromismatch.kernels.reference import gates as gates_reference
 from zeromismatch.kernels.reference import recurrence as reference
+from zeromismatch.kernels.reference import recurrence_grad as gradient_reference
 
 near = interpreted.near
 
@@ -67,24 +70,50 @@ def steps() -> None:
             assert bits.equal(out, whole[0][t : t + 1].contiguous()), (kind, t)
 
 
+def gradients() -> None:
+    """Against the CPU's reference, at another launch shape, and one request without company."""
+    for kind in ("ssd", "gated_delta", "kda"):
+        data = cases_recurrent._Data(get_contract(f"recurrence.{kind}.float32.cpu.v1"), 3)
+        rows = cases_recurrent._inputs(data, kind, 7, (4, 1, 2, 5, 17))
+        start = torch.tensor([0, 1, 1, 7], dtype=torch.int32)
+        pages = [x.new_empty(0, 4, *x.shape[1:]) for x in rows[1:4]]
+        ends, table = torch.empty(0, 2, 5, 17), torch.zeros(3, 0, dtype=torch.int32)
+        _, u, ends = reference.recurrence(*rows, *pages, ends, start, start.diff(), table)
+        d_o = data.rows(7, 2, 17, scale=0.1)
+        mine = gpu_gradient.gradient(d_o, *rows, u, ends, start, 4)
+        true = gradient_reference.recurrence_grad(d_o, *rows, u, ends, start, 4)
+        kept = [place for place, each in enumerate(mine) if each is not None]
+        assert kept == [0, 1, 2, 3] if kind == "ssd" else [0, 1, 2, 3, 4]
+        for place in kept:
+            near(mine[place], true[place], 2e-6)
+        if kind == "gated_delta":
+            other = gpu_gradient.reference(d_o, *rows, u, ends, start, 4)
+            assert all(bits.equal(mine[place], other[place]) for place in kept)
+        if kind == "kda":
+            one = [x[1:7] for x in rows]
+            index = torch.tensor([0, 6], dtype=torch.int32)
+            alone = gpu_gradient.gradient(d_o[1:7], *one, u[1:7], ends, index, 4)
+            assert all(bits.equal(mine[place][1:7].contiguous(), alone[place]) for place in kept)
+
+
 def blocks() -> None:
     """On matrix units; in fp16, since the interpreter's products take bf16 for integers."""
-    for kind in ("ssd", "gated_delta"):
+    for kind in block_units.CONTRACTS:
         data = cases_recurrent._Data(get_contract(f"recurrence.{kind}.float32.cpu.v1"), 1)
-        given = list(cases_recurrent._paged(data, kind, (16, 1, 2, 5, 9), [1, 18], [0, 15], 0))
+        given = list(cases_recurrent._paged(data, kind, (32, 1, 2, 24, 24), [70], [0], 0))
         rounded = [x is not None and i in (0, 1, 2, 5, 6) for i, x in enumerate(given)]
         halves = [x.half() if r else x for x, r in zip(given, rounded, strict=True)]
         true = [x.float() if r else x for x, r in zip(halves, rounded, strict=True)]
-        halves[7] = given[7].cumsum(1)
-        mine = block_units.functional(*halves)
-        for a, b in zip(mine, reference.recurrence(*true), strict=True):
-            near(a.float(), b, 2e-3)
-        rows, stores = halves[:5], [each.clone() for each in halves[5:9]]
-        for first, last in ((1, 3), (3, 4), (4, 19)):
-            one = [None if x is None else x[first:last].contiguous() for x in rows]
-            index = (torch.tensor([0, last - first]).int(), torch.tensor([14 + last]).int())
-            out = block_units.launch(*one, *stores, *index, halves[11][1:2].contiguous())
-            assert bits.equal(out, mine[0][first:last].contiguous()), (kind, first)
+        (mine, ends), (o, _, states) = block_units.functional(*halves), reference.recurrence(*true)
+        near(mine, o, 2e-3)
+        near(ends, states, 2e-3)
+        stores = [torch.full_like(each, float("nan")) for each in halves[5:9]]
+        for first, last in pairwise((0, 7, 33, 34, 64, 70)):
+            one = [None if x is None else x[first:last].contiguous() for x in halves[:5]]
+            index = (torch.tensor([0, last - first]).int(), torch.tensor([last]).int())
+            out = block_units.launch(*one, *stores, *index, halves[11])
+            assert bits.equal(out, mine[first:last].contiguous()), (kind, first)
+        assert bits.equal(stores[3][halves[11][0, :2].long()], ends), kind
 
 
 def row_operators() -> None:
@@ -117,4 +146,5 @@ convolutions()
 row_operators()
 blocks()
 steps()
+gradients()
 print("recurrences ok")

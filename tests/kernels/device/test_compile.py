@@ -33,6 +33,7 @@ from zeromismatch.kernels.moe import gpu as moe  # noqa: E402
 from zeromismatch.kernels.moe import gpu_launch as moe_launch  # noqa: E402
 from zeromismatch.kernels.recurrence import gpu as recurrence  # noqa: E402
 from zeromismatch.kernels.recurrence import gpu_blocks as blocks  # noqa: E402
+from zeromismatch.kernels.recurrence import gpu_gradient as gradient  # noqa: E402
 from zeromismatch.kernels.recurrence.pages import packed_rows  # noqa: E402
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm  # noqa: E402
 from zeromismatch.kernels.rotary import gpu as rotary  # noqa: E402
@@ -185,6 +186,8 @@ def recurrences(whole, chunk=64, key=128, value=128):
         end = torch.zeros(2, 2, key, width)
         strength = None if kind == "ssd" else beta
         recurrence.launch(rows, rows.clone(), v, g.clone(), strength, *stores, end, *index)
+        saved = rows.clone(), v, g.clone(), strength, v.clone(), end[:0]
+        gradient.gradient(v.clone(), rows, *saved, batch.query_start, chunk)
         if kind != "kda":
             stores = [x.new_zeros(2, chunk, *x.shape[1:]).to(BF16) for x in (rows, v)]
             given = rows.to(BF16), rows.to(BF16), v.to(BF16), g, strength
@@ -231,7 +234,8 @@ def test_every_kernel_compiles(monkeypatch, target):
         assert not re.search(r"tf32", instructions["gemm_pointer_kernel"])
         assert "fma.rn.f32" not in instructions["rotary_kernel"]
         walk = compiled["recurrence_walk_kernel"]
-        assert all(not re.search(r"\.local", kernel.asm["ptx"]) for kernel in walk)
+        walks = walk + compiled["recurrence_grad_walk_kernel"]
+        assert all(not re.search(r"\.local", kernel.asm["ptx"]) for kernel in walks)
         assert "ex2.approx" in instructions["recurrence_weights_kernel"]
         assert "mma.sync" in instructions["recurrence_block_kernel"]
 

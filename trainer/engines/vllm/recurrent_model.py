@@ -46,11 +46,15 @@ from .recurrent_options import NAME
 
 @dataclass(frozen=True, slots=True)
 class VllmBatch:
-    """One step's context. metadata: by layer name; None where vLLM measures without a batch."""
+    """One step's context. metadata: by layer name; None where vLLM measures without a batch.
+
+    total: rows that are computed, padding too.
+    """
 
     attention: Mapping[int, AttentionPages]
     recurrent: Mapping[int, RecurrentPages]
     metadata: Mapping[str, Any] | None
+    total: int
 
     def attend(
         self,
@@ -79,10 +83,11 @@ class VllmBatch:
         return _padded(o, len(q))
 
     def stored(self, layer_idx: int) -> tuple[Tensor, Tensor]:
-        """This step's k and v, as read back from the blocks."""
+        """This step's k and v, as read back from the blocks; zeros for padding."""
         assert self.metadata is not None
         pages = self.attention[layer_idx]
-        return read_slots(pages.views(), self.metadata[pages.layer_name].batch.slot)
+        k, v = read_slots(pages.views(), self.metadata[pages.layer_name].batch.slot)
+        return _padded(k, self.total), _padded(v, self.total)
 
     def convolve(
         self, layer: RecurrentLayer, x: Tensor, weight: Tensor, bias: Tensor | None,
@@ -171,6 +176,16 @@ class AlignedModule(nn.Module):
         self.__dict__[SLOT] = asked
         self._make_pages(vllm_config, model.dtype)
         logprobs.serve(self)
+        self._tabulate(min(model.max_model_len, self.config.max_position_embeddings))
+
+    def _tabulate(self, length: int) -> None:
+        """Rotary tables for every position now: a capture cannot ask how long they must be."""
+        for site in self.instrument.sites:
+            if site.op_class == "rotary_table":
+                rotary = self.module.get_submodule(site.name)
+                like = next(self.module.parameters())
+                last = torch.tensor([[length - 1]], device=like.device)
+                rotary(like, last)
 
     def _make_pages(self, vllm_config: Any, dtype: torch.dtype) -> None:
         layers = self.instrument.recurrent
@@ -219,7 +234,7 @@ class AlignedModule(nn.Module):
             input_ids=_padded(input_ids.long(), total)[None],
             position_ids=_padded(positions.long(), total)[None],
             use_cache=False,
-            batch=VllmBatch(self.attention, self.recurrent, metadata),
+            batch=VllmBatch(self.attention, self.recurrent, metadata, total),
         ).last_hidden_state[0]
         return hidden[:rows]
 
