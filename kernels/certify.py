@@ -14,9 +14,11 @@ nothing and raises. Gradients are judged by tests, against fp64. ``zm kernels ce
 full sweep; :mod:`.dispatch` runs the quick one at first use.
 """
 
+import concurrent.futures
 import hashlib
 import importlib
 import itertools
+import multiprocessing
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,38 +158,63 @@ def _controls(contract: Contract, candidates: Sequence[Implementation]) -> list[
     return controls
 
 
-def certify(
+def wanted(
     contract_ids: Sequence[str] | str | None = None,
-    *,
-    quick: bool = False,
-    seed: int = 0,
-    progress: Progress | None = None,
-) -> list[Certificate]:
-    """Prove contracts (default: all that this machine can run) afresh and store the certificates.
+) -> tuple[list[Contract], dict[str, str]]:
+    """(contracts to prove here, why others of this machine's devices cannot be: id to reason).
 
-    progress: called with (contract id and case, contracts done, contracts in all). The red controls
-    are part of the result, but are not stored. Implementations that cannot run here are left out.
+    Default: all that this machine can run. CapabilityError where one that is named cannot.
     """
     load_operators()
     chosen = [contract_ids] if isinstance(contract_ids, str) else contract_ids
     here = {"cpu"} | (
         {certificates.environment("gpu").features} if torch.cuda.is_available() else set()
     )
-    wanted = [get_contract(each) for each in chosen] if chosen else list(contracts())
-    elsewhere = [contract for contract in wanted if contract.device not in here]
-    if chosen and elsewhere:
-        first = elsewhere[0]
-        raise CapabilityError(
-            f"{first.id} is about {first.device}, and here is {', '.join(sorted(here))}; certify "
-            "it on such a machine"
-        )
-    wanted = [contract for contract in wanted if contract.device in here]
-    results = []
-    for done, contract in enumerate(wanted):
+    asked = [get_contract(each) for each in chosen] if chosen else list(contracts())
+    able: list[Contract] = []
+    left_out: dict[str, str] = {}
+    for contract in asked:
+        missing = [each.missing() for each in implementations(contract.id)]
+        if contract.device not in here:
+            reason = f"it is about {contract.device}, and here is {', '.join(sorted(here))}"
+        elif missing and None not in missing:
+            reason = str(missing[0])
+        else:
+            able.append(contract)
+            continue
+        if chosen:
+            raise CapabilityError(
+                f"{contract.id} cannot be proved: {reason}; certify it on a machine that can run it"
+            )
+        if contract.device in here:
+            left_out[contract.id] = reason
+    return able, left_out
+
+
+def certify(
+    contract_ids: Sequence[str] | str | None = None,
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    jobs: int = 1,
+    progress: Progress | None = None,
+) -> list[Certificate]:
+    """Prove contracts (default: all that this machine can run) afresh and store the certificates.
+
+    jobs: processes side by side, each on a contract of its own. progress: called with (contract id
+    and case, contracts done, contracts in all). The red controls are part of the result, but are
+    not stored. Implementations that cannot run here are left out, contracts without one too
+    (:func:`wanted` says why).
+    """
+    able, _ = wanted(contract_ids)
+    if jobs > 1:
+        return _side_by_side([each.id for each in able], quick, seed, jobs, progress)
+    results: list[Certificate] = []
+    for done, contract in enumerate(able):
 
         def report(label: str, done: int = done, name: str = contract.id) -> None:
             if progress is not None:
-                progress(f"{name}: {label}", done, len(wanted))
+                progress(f"{name}: {label}", done, len(able))
 
         candidates = [each for each in implementations(contract.id) if each.missing() is None]
         controls = [] if quick else _controls(contract, candidates)
@@ -200,3 +227,23 @@ def certify(
         results += proved
     dispatch.forget()
     return results
+
+
+def _side_by_side(
+    ids: list[str], quick: bool, seed: int, jobs: int, progress: Progress | None
+) -> list[Certificate]:
+    """Each contract in one of several fresh processes (CUDA cannot be forked), ids' order kept."""
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        running = [pool.submit(certify, [each], quick=quick, seed=seed) for each in ids]
+        names = dict(zip(running, ids, strict=True))
+        try:
+            for done, ended in enumerate(concurrent.futures.as_completed(running), start=1):
+                ended.result()
+                if progress is not None:
+                    progress(names[ended], done, len(ids))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    dispatch.forget()
+    return [certificate for each in running for certificate in each.result()]

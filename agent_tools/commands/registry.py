@@ -81,16 +81,20 @@ def certify(
     ] = None,
     quick: options.Quick = False,
     seed: options.Seed = 0,
+    jobs: Annotated[int, typer.Option(help="Processes side by side.", min=1)] = 1,
     json: options.Json = False,
 ) -> Answer:
     """Prove implementations bit-equal to their contract's reference, and store the certificates."""
     from ...kernels.certify import certify as prove
+    from ...kernels.certify import wanted
 
+    left_out = wanted(contracts or None)[1]
     with bar("certifying") as progress:
         found = prove(
             contracts or None,
             quick=quick,
             seed=seed,
+            jobs=jobs,
             progress=lambda what, done, total: progress(done, total, what),
         )
     candidates = [entry for entry in found if entry.role == "candidate"]
@@ -108,10 +112,11 @@ def certify(
     ]
     columns = ["contract", "implementation", "verdict", "elements", "differ", "why"]
     summary = f"{len(candidates) - len(refused)} admitted, {len(refused)} refused."
+    apart = [f"Left out: {name}: {why}." for name, why in left_out.items()]
     document = {"certificates": found, "admitted": len(candidates) - len(refused)}
     return Answer(
-        document={**document, "refused": len(refused)},
-        text=[table(columns, rows), summary],
+        document={**document, "refused": len(refused), "left_out": left_out},
+        text=[table(columns, rows), summary, *apart],
         exit_code=1 if refused else 0,
     )
 

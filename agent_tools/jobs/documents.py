@@ -60,6 +60,7 @@ class Certified(TypedDict):
     certificates: list[Certificate]
     admitted: int
     refused: int
+    left_out: dict[str, str]
 
 
 class SpeedRow(TypedDict):

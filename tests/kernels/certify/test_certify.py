@@ -1,5 +1,6 @@
 """The sweep: admits every implementation of the core, and sees every planted fault."""
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,12 +11,15 @@ from torch import Tensor
 from torch.nn import functional
 
 from zeromismatch.kernels import adversarial, bits, certify, dispatch
+from zeromismatch.kernels import contract as contract_module
 from zeromismatch.kernels.certificates import Certificate
 from zeromismatch.kernels.contract import (
     Implementation,
     contracts,
     get_contract,
     implementations,
+    register_contract,
+    register_implementation,
 )
 from zeromismatch.kernels.errors import CapabilityError, InconclusiveError
 from zeromismatch.kernels.trial import Case, Trial, variations
@@ -206,5 +210,37 @@ def test_misaligned_copies_hold_the_same_bits() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_contract_of_another_machine_is_refused() -> None:
-    with pytest.raises(CapabilityError, match="is about sm90, and here is cpu"):
+    with pytest.raises(CapabilityError, match="it is about sm90, and here is cpu"):
         certify.certify(["rmsnorm.lanes.bfloat16.sm90.v1"], quick=True)
+
+
+def test_a_contract_that_nothing_here_can_run_is_left_out_with_the_reason() -> None:
+    contract = dataclasses.replace(get_contract(LINEAR), id="linear.absent.float32.cpu.v1")
+    register_contract(contract)
+    absent = Implementation(
+        contract=contract.id, name="absent", run=print, missing=lambda: "its library is not here"
+    )
+    register_implementation(absent)
+    try:
+        able, left_out = certify.wanted()
+        assert left_out == {contract.id: "its library is not here"}
+        assert {each.id for each in able} == set(CPU_CONTRACTS)
+        with pytest.raises(CapabilityError, match=r"absent.*its library is not here"):
+            certify.certify([contract.id], quick=True)
+    finally:
+        contract_module._CONTRACTS.pop(contract.id)
+        contract_module._IMPLEMENTATIONS.pop(contract.id)
+
+
+def test_processes_side_by_side_give_the_certificates_of_one() -> None:
+    ids = [f"{name}.float32.cpu.v1" for name in ("activation.silu", "decay", "gated.silu")]
+    told: list[tuple[str, int, int]] = []
+    both = [
+        certify.certify(ids, quick=True, jobs=jobs, progress=lambda *said: told.append(said))
+        for jobs in (1, 2)
+    ]
+    seen = [
+        [(each.contract, each.implementation, each.output_digest) for each in one] for one in both
+    ]
+    assert seen[0] == seen[1]
+    assert told[-1][1:] == (len(ids), len(ids))
