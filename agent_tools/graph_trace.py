@@ -5,7 +5,8 @@ The left side keeps CUDA graphs and compilation; its operators leave digests of 
 digested fused. Rows pair by (request, position). Nothing can be grafted into a graph, so one
 operator is named: the first in execution order with other bits, whose inputs are what all earlier
 ones, all equal, gave. What has no tap is told as coverage; where only tokens' logprobs differ, the
-head or something without a tap is to blame, and the answer is INCONCLUSIVE.
+head or something without a tap is to blame, and the answer is INCONCLUSIVE. Self-test: the same
+graphs, replayed with one bit of one operator wrong, must be found different at that operator.
 """
 
 import time
@@ -23,14 +24,15 @@ from ..kernels.errors import UsageError
 from ..model_recipes.models import LoadedModel
 from ..model_recipes.plan import Plan
 from ..model_recipes.sites import SiteCall
-from ..trainer.engines.base import Request, Scenario
+from ..trainer.engines.base import Request, Run, Scenario
 from ..trainer.engines.vllm.engine import VllmEngine
 from ..trainer.engines.vllm.graph_tap import Seen
 from .anchor import prove_alignment
 from .findings import logprob_report
-from .records import Coverage, Divergence, FirstDivergence, RowRef, Status
+from .records import Coverage, Divergence, FirstDivergence, RowRef, SelfTest, Status
+from .selftest import weight_test
 from .sides import Runner, Side
-from .trace import Tracer, weight_digests
+from .trace import Trace, Tracer, weight_digests
 from .verdict import equal_reason, side_record, too_little
 
 FUSED = {
@@ -96,24 +98,33 @@ def localize_graphs(
     steps: list[Seen] = []
     runners = [Runner(side=each, model=model, requests=tuple(requests), plan=plan)
                for each in (left, right)]  # fmt: skip
+    shortest = min(requests, key=lambda request: len(request.tokens))
+    spoiled: list[Seen] = []
     with runners[0].engine() as engine:
         assert isinstance(engine, VllmEngine)
-        schedule = engine.schedule(left.schedule, requests)
-        scenario = Scenario(model=model.spec, plan=engine.instrument.plan.name,
-                            requests=tuple(requests), schedule=schedule)  # fmt: skip
-        run = engine.run_tapped(scenario, steps.append)
+
+        def tapped(few: Sequence[Request], keep: list[Seen]) -> Run:
+            scenario = Scenario(model=model.spec, plan=engine.instrument.plan.name,
+                                requests=tuple(few),
+                                schedule=engine.schedule(left.schedule, few))  # fmt: skip
+            return engine.run_tapped(scenario, keep.append)
+
+        run = tapped(requests, steps)
         theirs = Tracer().finish(run, engine.describe(), weight_digests(model.module))
+        with engine.faulty() as site:
+            tapped([shortest], spoiled)
     watched = FusedDigests()
     ours = runners[1].traced(watched, watched.tracer)
     anchor, logprobs = prove_alignment(theirs, ours), logprob_report(theirs, ours)
     seen, first = _compared(steps, watched, coverage)
+    tested = _self_test(site, spoiled, watched, theirs, model)
 
     def verdict(status: Status, reason: str, **found: Any) -> Divergence:
         return Divergence(
             status=status, reason=reason, model=model.spec,
             dtype=str(model.dtype).removeprefix("torch."), anchor=anchor,
             left=side_record(theirs, str(left)), right=side_record(ours, str(right)),
-            coverage=seen, logprobs=logprobs, seconds=time.perf_counter() - began,
+            coverage=seen, logprobs=logprobs, self_test=tested, seconds=time.perf_counter() - began,
             notes=("digests of outputs from inside captured graphs: the first operator is named, "
                    "later ones are not judged, and nothing is grafted",), **found,
         )  # fmt: skip
@@ -130,7 +141,25 @@ def localize_graphs(
     if logprobs.differing:
         return verdict("INCONCLUSIVE", f"{tokens}, but every operator with a tap agrees; not seen: "
                        f"{', '.join(seen.right_only[-5:])}")  # fmt: skip
+    if not tested.passed:
+        return verdict("INCONCLUSIVE", f"no difference was found, but the self-test failed "
+                       f"({tested.activation}; {tested.weight}): report it")  # fmt: skip
     return verdict("EQUAL", equal_reason(seen, logprobs))
+
+
+def _self_test(
+    site: str, spoiled: Sequence[Seen], watched: FusedDigests, theirs: Trace, model: LoadedModel
+) -> SelfTest:
+    """Whether graphs with one bit wrong at ``site`` were found different there first, in row 0."""
+    seen, first = _compared(spoiled, watched, 0.0)
+    right = first is not None and first.site == site and first.at.row == 0
+    named = "nothing" if first is None else f"{first.site}, row {first.at.row}"
+    activation = (
+        f"one bit of {site}, row 0 of each of {len(spoiled)} steps, in the same graphs: named "
+        f"{named}, {seen.differing_rows} of {seen.rows} rows differ"
+    )
+    placed, weight = weight_test(theirs, model.module)
+    return SelfTest(passed=right and placed, activation=activation, weight=weight)
 
 
 def _compared(

@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Callable
 
 import numpy as np
+from torch import nn
 
 from ..kernels import bits
 from ..trainer.engines.base import Observer, Request
@@ -52,7 +53,7 @@ def _self_test(runner: Runner, fault: Fault) -> SelfTest:
         return SelfTest(passed=False, activation=repeats + where, weight="not tried")
     site = runner.sites[len(runner.sites) // 2].name
     activation_found, activation = _activation(plain, site, _own_row(plain, shortest), run)
-    weight_found, weight = _weight(plain, runner)
+    weight_found, weight = weight_test(plain, runner.model.module)
     return SelfTest(passed=activation_found and weight_found, activation=activation, weight=weight)
 
 
@@ -91,8 +92,9 @@ def _activation(
     return False, f"{where}: the comparison named {named}"
 
 
-def _weight(plain: Trace, runner: Runner) -> tuple[bool, str]:
-    name, tensor = next(iter(runner.model.module.named_parameters()))
+def weight_test(plain: Trace, module: nn.Module) -> tuple[bool, str]:
+    """Whether one flipped bit of a weight is placed, and where."""
+    name, tensor = next(iter(module.named_parameters()))
     row = tensor.shape[0] // 2
     changed = tensor.detach()[row : row + 1].clone()
     bits.int_view(changed).view(-1)[0] ^= 1

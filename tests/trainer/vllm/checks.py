@@ -196,7 +196,10 @@ def located(path: str, plan: str) -> dict[str, Any]:
 
 
 def tapped(path: str) -> dict[str, Any]:
-    """What operators' own taps say, as inside graphs: all equal, then with a stock operator."""
+    """What operators' own taps say, as inside graphs: all equal, then with an operator replaced.
+
+    A gated product that is rounded once: in bf16, stock's has the contract's bits.
+    """
     from zeromismatch.trainer.engines.vllm import operators
     from zeromismatch.trainer.engines.vllm.live import forget_engines
 
@@ -206,7 +209,9 @@ def tapped(path: str) -> dict[str, Any]:
     plain = localize(*sides, model, requests, plan="aligned")
     forget_engines()
     own = operators.silu_mul
-    operators.silu_mul = lambda gate, up: torch.nn.functional.silu(gate) * up
+    operators.silu_mul = lambda gate, up: (
+        torch.nn.functional.silu(gate.double()) * up.double()
+    ).to(gate.dtype)
     planted = localize(*sides, model, requests, plan="aligned")
     operators.silu_mul = own
     return {name: json.loads(found.model_dump_json())

@@ -67,6 +67,30 @@ def test_each_step_leaves_the_digest_of_every_row_under_the_trainers_names() -> 
     assert len(seen) == 2
 
 
+def test_a_flag_on_the_device_makes_one_bit_of_one_operator_wrong() -> None:
+    forward, seen = Forward(), list[Seen]()
+    taps = GraphTaps(outputs=8, rows=16, device=CPU)
+    with pytest.raises(CapabilityError, match="run the engine once"), taps.faulty():
+        pass
+    for _ in range(2):
+        torch.manual_seed(1)
+        with taps.reading(forward, lambda _: [("a", 0), ("a", 1)], forward.names, seen.append):
+            forward.execute_model(step(2))
+    torch.manual_seed(1)
+    with (
+        taps.faulty() as site,
+        taps.reading(forward, lambda _: [("a", 0), ("a", 1)], forward.names, seen.append),
+    ):
+        forward.execute_model(step(2))
+    plain, again, faulty = seen
+    assert site == f"{LAYER}.mlp.gate_up_proj"
+    for name, digests in plain.digests.items():
+        assert (digests == again.digests[name]).all()
+        wrong = {0} if name in (site, f"{LAYER}.mlp#gated") else set()
+        differs = (digests != faulty.digests[name]).any(axis=1)
+        assert set(differs.nonzero()[0].tolist()) == wrong
+
+
 def test_an_output_that_does_not_fit_is_an_error() -> None:
     forward = Forward()
     taps = GraphTaps(outputs=8, rows=2, device=CPU)

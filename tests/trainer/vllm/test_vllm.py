@@ -93,6 +93,8 @@ def test_taps_inside_operators_name_the_first_that_differs(ask: Any, checkpoint:
     found = ask("tapped", checkpoint)
     plain, planted = found["plain"], found["planted"]
     assert plain["status"] == "EQUAL", plain["reason"]
+    assert plain["self_test"]["passed"], plain["self_test"]
+    assert "named model.layers.0.mlp.gate_up_proj, row 0" in plain["self_test"]["activation"]
     assert plain["coverage"]["share"] >= 0.8
     assert {"lm_head", "logprob"} <= set(plain["coverage"]["right_only"])
     assert planted["status"] == "DIVERGENT"

@@ -20,6 +20,7 @@ The engine core lives in this process. Nothing here imports vLLM before an engin
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -186,6 +187,15 @@ class VllmEngine:
         check_requests(self.name, scenario.requests, self.loaded.config)
         self._follow_trainer()
         return self.live.score_tapped(scenario, scenario.schedule.policy, keep)
+
+    def faulty(self) -> AbstractContextManager[str]:
+        """In the block, one bit is computed wrong inside captured graphs; yields the site.
+
+        CapabilityError before :meth:`run_tapped`.
+        """
+        if self.live.taps is None:
+            raise CapabilityError("this engine has no taps in its graphs; ask for vllm+graphs")
+        return self.live.taps.faulty()
 
     def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
         """Check and digest complete new weights; nothing changes yet."""

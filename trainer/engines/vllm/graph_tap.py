@@ -13,6 +13,10 @@ them, linear layers (fused as vLLM has them), rotations, attention, gated produc
 experts. Left out: embedding, rotary table, cache writes, head and logprob, which run outside of
 graphs and show in the tokens' logprobs; inputs; vLLM's own kernels, which have no taps.
 
+So that equal digests mean something, the graphs carry a fault, too: one linear layer flips the last
+bit of its output's first element while a flag on the device is set (:meth:`GraphTaps.faulty`). The
+very graphs that were found equal, replayed with it, must be found different, at that layer.
+
 Nothing here imports vLLM. Legend: T rows.
 """
 
@@ -26,6 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ....kernels import bits
 from ....kernels.errors import CapabilityError
 from ....kernels.gpu.digest import digest_into
 from ....model_recipes.models import LoadedModel
@@ -55,10 +60,15 @@ class Seen:
 class GraphTaps:
     """See the module. outputs: of one forward, at most; rows: of one step, at most."""
 
-    def __init__(self, *, outputs: int, rows: int, device: torch.device) -> None:
+    def __init__(self, *, outputs: int, rows: int, device: torch.device, faulty: int = 0) -> None:
+        """faulty: which of the linear layers, by execution, carries the fault."""
         self._store = torch.zeros(outputs, rows, 2, dtype=torch.int64, device=device)
         self._slots: dict[Key, int] = {}
         self._after = 0
+        self._linears: list[Key] = []
+        self._names: Mapping[int, str] = {}
+        self._fault_at = faulty
+        self._flip = torch.zeros((), dtype=torch.int32, device=device)
 
     def start(self) -> None:
         """From now on, graphs that are captured carry taps."""
@@ -73,13 +83,36 @@ class GraphTaps:
         """Into the slot of this operator of this layer."""
         if weight is not None:
             self._after = weight.data_ptr()
-        slot = self._slots.setdefault((op, layer or self._after), len(self._slots))
+        key = op, layer or self._after
+        if op == "linear" and key not in self._slots:
+            self._linears.append(key)
+        slot = self._slots.setdefault(key, len(self._slots))
         if slot >= self._store.shape[0] or x.shape[0] > self._store.shape[1]:
             raise CapabilityError(
                 f"taps of {self._store.shape[0]} outputs of {self._store.shape[1]} rows do not "
                 f"hold output {slot} of {x.shape[0]} rows; report this with the model's name"
             )
+        if op == "linear" and key == self._fault:
+            bits.int_view(x)[:1, :1].bitwise_xor_(self._flip)
         digest_into(x, self._store[slot, : x.shape[0]])
+
+    @property
+    def _fault(self) -> Key | None:
+        return self._linears[self._fault_at] if len(self._linears) > self._fault_at else None
+
+    @contextmanager
+    def faulty(self) -> Generator[str]:
+        """In the block, captured graphs and eager steps compute one bit wrong; yields the site.
+
+        CapabilityError before anything was read.
+        """
+        if self._fault is None or not self._names:
+            raise CapabilityError("no operator with a tap has run; run the engine once before")
+        self._flip.fill_(1)
+        try:
+            yield site_of(self._fault, self._names)
+        finally:
+            self._flip.zero_()
 
     @contextmanager
     def reading(
@@ -91,7 +124,7 @@ class GraphTaps:
     ) -> Generator[None]:
         """Read after every step in the block. rows_of: of a scheduler's output, in the batch's
         order; names: address of a weight -> its module."""
-        own = runner.execute_model
+        own, self._names = runner.execute_model, names
 
         def execute_model(output: Any, *arguments: Any, **keywords: Any) -> Any:
             self._store.zero_()  # a graph that did not refresh a slot leaves it empty
@@ -128,6 +161,7 @@ def started_taps(loaded: LoadedModel, plan: Plan, most_rows: int) -> GraphTaps:
         outputs=16 * (int(loaded.config.num_hidden_layers) + 1),
         rows=max(most_rows, MOST_CAPTURED),
         device=loaded.device,
+        faulty=int(loaded.config.num_hidden_layers),  # a layer has at least two
     )
     taps.start()
     return taps
