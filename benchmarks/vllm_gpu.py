@@ -124,7 +124,8 @@ def commands_for(name: str, args: argparse.Namespace) -> list[tuple[str, str]]:
     else:
         plan += [(ours, "publish"), (ours, f"train {args.steps}"), *speed, *profile]
         plan += [(ours, "trainer_speed 5"), (stock, "bits"), (stock, "scored")]
-    return plan
+    asked = args.commands.split(",") if args.commands else []
+    return [each for each in plan if not asked or each[1].partition(" ")[0] in asked]
 
 
 def main() -> None:
@@ -138,6 +139,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=4, help="timed ones, after one to warm up")
     parser.add_argument("--seconds", type=float, default=540)
+    parser.add_argument("--commands", help="only these, for example speed,profile")
     parser.add_argument("--make-only", action="store_true", help="write the models and end")
     args = parser.parse_args()
     began = time.perf_counter()
@@ -152,8 +154,9 @@ def main() -> None:
     share = {"smollm2": 8, "qwen3": 24}
     remotes: dict[str, Remote] = {}
     for name, path in paths.items():
-        for plan in ("aligned", "stock"):
-            remotes[f"{name}-{plan}"] = Remote(name, plan, path, share.get(name, 8), args)
+        for label in dict.fromkeys(label for label, _ in commands_for(name, args)):
+            plan = label.rpartition("-")[2]
+            remotes[label] = Remote(name, plan, path, share.get(name, 8), args)
     print(f"{time.perf_counter() - began:6.1f} s  {len(remotes)} processes", flush=True)
 
     def left() -> float:
