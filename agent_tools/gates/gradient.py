@@ -3,7 +3,7 @@
 The loss is a weighted sum of logprobs of sampled tokens, as in REINFORCE. Its gradient is compared
 with transformers' own module in fp64 under autograd alone: per parameter, the norm of the error
 over the norm of the gradient may be at most the sum of the operators' own tolerances on the way
-(``Contract.gradient_rtol``), and its mean and largest at most twice those of the stock model at the
+(``Contract.gradient_rtol``), and what ``allowance.py`` makes of the error of the stock model at the
 same dtype. The backward is repeated under load and must give the same bits; the gradient that
 reaches each token's embedding must not depend on the micro-batch; the kernels that sum over tokens
 must give the bits of the whole batch when their chains are continued at a cut.
@@ -15,8 +15,7 @@ that way, and the kernels' own at cuts within a request.
 """
 
 import contextlib
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -34,11 +33,11 @@ from ...trainer.engines.base import Request
 from ...trainer.engines.packed import PackedEngine
 from ..accuracy import in_fp64
 from ..routing import Replay, RoutingTrace, routers
+from .allowance import Error, errors_of, mean, pooled, too_far
 from .base import Findings, Gate
 from .bench import Bench, cut, gradients
 from .load import Load
 
-ALLOWANCE = 2.0
 STOCK_RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 """Allowed per operator where the plan is stock and no contract states a tolerance."""
 REPEATED_TOKENS = 16
@@ -111,16 +110,6 @@ def of_fp64(
     return {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
 
 
-def relative_errors(ours: Grads, exact: Grads) -> dict[str, float]:
-    """Per parameter: norm of the error over the norm of the exact gradient."""
-    return {
-        name: float((ours[name].double() - grad).norm() / grad.norm().clamp_min(1e-300))
-        if name in ours
-        else math.inf
-        for name, grad in exact.items()
-    }
-
-
 def _complete(bench: Bench, found: Findings, ours: Grads) -> None:
     wanted = [n for n, p in bench.model.module.named_parameters() if p.requires_grad]
     dead = [
@@ -137,13 +126,14 @@ def _against_fp64(
 ) -> None:
     bench.progress("C6: gradient of untouched transformers in fp64")
     exact, of_stock = _exact(bench, requests, weights)
-    stock = relative_errors(of_packed(bench.on(stock_plan()).packed, requests, weights), of_stock)
-    errors = relative_errors(ours, exact)
+    stock = errors_of(of_packed(bench.on(stock_plan()).packed, requests, weights), of_stock)
+    errors = errors_of(ours, exact)
     bound = contract_bound(bench)
-    verdict = _too_far(errors, stock, bound)
+    verdict, worst = too_far(errors, stock, bound)
     detail = (
-        f"largest relative error {max(errors.values()):.2e}, mean {_mean(errors):.2e} (stock "
-        f"{max(stock.values()):.2e}, {_mean(stock):.2e}); the contracts allow {bound:.2e}"
+        f"error {pooled(errors.values()):.2e} (stock {pooled(stock.values()):.2e}), mean over "
+        f"parameters {mean(errors):.2e} ({mean(stock):.2e}), largest {_largest(errors)} "
+        f"({_largest(stock)}), worst class {worst:.2f} times stock's; contracts allow {bound:.2e}"
     )
     found.part("gradient against fp64", len(errors), len(verdict), "parameters",
                detail + ("; beyond: " + ", ".join(verdict[:3]) if verdict else ""))  # fmt: skip
@@ -151,10 +141,19 @@ def _against_fp64(
         pull = weights.abs() * (1 - bench.on().packed.logprobs(requests).cpu().exp())
     wrong = weights.clone()
     wrong[int(pull.argmax())] *= -1
-    red = relative_errors(of_packed(bench.on().packed, requests, wrong), exact)
+    red = errors_of(of_packed(bench.on().packed, requests, wrong), exact)
     rows = sum(len(request.tokens) for request in requests)
     found.control("one token's advantage with the wrong sign", f"1 of {rows} rows", len(red),
-                  len(_too_far(red, stock, bound)))  # fmt: skip
+                  len(too_far(red, stock, bound)[0]))  # fmt: skip
+    usual = sorted(errors, key=lambda name: errors[name].relative)[len(errors) // 2]
+    twice = errors_of(ours | {usual: 2 * ours[usual]}, exact)
+    refused = too_far(twice, stock, bound)[0]
+    found.control(f"the gradient of {usual} twice", f"1 of {len(twice)} parameters", len(twice),
+                  len(refused), red=usual in refused)  # fmt: skip
+
+
+def _largest(errors: Mapping[str, Error]) -> str:
+    return f"{max(each.relative for each in errors.values()):.2e}"
 
 
 def _exact(bench: Bench, requests: Sequence[Request], weights: Tensor) -> tuple[Grads, Grads]:
@@ -170,16 +169,6 @@ def _exact(bench: Bench, requests: Sequence[Request], weights: Tensor) -> tuple[
             bench.on(plan).pack(requests, trace)
         found.append(of_fp64(pristine, requests, weights, Replay(pristine, trace)))
     return found[0], found[1]
-
-
-def _too_far(errors: dict[str, float], stock: dict[str, float], bound: float) -> list[str]:
-    limit = min(bound, ALLOWANCE * max(stock.values()))
-    beyond = [name for name, error in errors.items() if not error <= limit]
-    return list(errors) if _mean(errors) > ALLOWANCE * _mean(stock) else beyond
-
-
-def _mean(errors: dict[str, float]) -> float:
-    return math.fsum(errors.values()) / max(1, len(errors))
 
 
 def contract_bound(bench: Bench) -> float:

@@ -19,6 +19,7 @@ from zeromismatch.agent_tools.gates import (
     run_gates,
     verify,
 )
+from zeromismatch.agent_tools.gates.allowance import errors_of
 from zeromismatch.agent_tools.gates.base import Findings, Gate, changes, judge, seal
 from zeromismatch.agent_tools.gates.bench import QUICK, Bench, engines_on
 from zeromismatch.agent_tools.gates.page import page_of
@@ -325,7 +326,7 @@ def test_an_embedding_row_of_the_padding_token_gets_the_gradient_that_stock_give
         ours = gradient.of_packed(engines.packed, [request], weights)
     finally:
         engines.paged.close()
-    assert max(gradient.relative_errors(ours, exact).values()) < 1e-4
+    assert max(each.relative for each in errors_of(ours, exact).values()) < 1e-4
 
 
 def test_verdicts_follow_from_the_record_alone(bench: Bench):
