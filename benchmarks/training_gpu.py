@@ -1,23 +1,29 @@
-"""Asynchronous training of SmolLM2-135M on one GPU, vLLM rollouts and learner sharing it, measured.
+"""Asynchronous training of SmolLM2-135M, measured: vLLM and learner on one GPU, or one GPU each.
 
     python benchmarks/training_gpu.py --model FOLDER --out DIR --seconds 200
     python benchmarks/training_gpu.py --model FOLDER --out DIR --seconds 200      # goes on
+    python benchmarks/training_gpu.py --model FOLDER --out DIR --apart            # two GPUs, NCCL
 
 Task: reasoning-gym's `chain_sum`, two numbers of one or two digits (``--digits``), after four
 solved sums, a line each: the model answers with the rest of the line. The run is deterministic, so
 each stretch continues the same one without changing a bit. After a stretch the
 rollout is timed alone (same worker, newest version, nothing else on the GPU), then the learner's
 step alone on responses of the run. ``--plan stock`` is the twin on stock kernels, which does not
-stop at a kernel term that is not 0. What an update took lies in ``metrics.jsonl``, all else in
+stop at a kernel term that is not 0. What the interpreter did in one more rollout and one more step,
+each alone, lies in ``*.profile.txt``, what an update took in ``metrics.jsonl``, all else in
 ``facts.json`` of DIR.
 """
 
 import argparse
+import cProfile
 import json
+import pstats
 import random
 import statistics
 import sys
 import time
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -40,6 +46,7 @@ from zeromismatch.trainer.loop.learner import Learner
 from zeromismatch.trainer.loop.records import Prompt, Trajectory, UpdateFacts
 from zeromismatch.trainer.loop.run import Setup, train
 from zeromismatch.trainer.loop.versions import Versions
+from zeromismatch.trainer.loop.worker import Generated, RolloutWorker
 from zeromismatch.trainer.losses.catalogue import loss_named
 from zeromismatch.trainer.tasks.gym import GymQuestions, gym_questions
 
@@ -47,6 +54,8 @@ SOLVED = "2 + 5 = 7\n19 - 3 = 16\n4 - 8 = -4\n36 + 6 = 42\n"
 OPTIONS = {"min_terms": 2, "max_terms": 2, "min_digits": 1}
 ALONE = 6
 HELD_OUT_SEED = 10**6
+ALONE_FROM, PROFILED = HELD_OUT // 2, HELD_OUT // 4
+"""Groups that no run reaches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,14 +83,25 @@ class Sums:
         return self.questions.grade(text.strip(), trajectory.prompt.data)
 
 
+class Watched(RolloutWorker):
+    """A worker that tells what the interpreter does in a call for groups from PROFILED on."""
+
+    def generate(self, groups: Sequence[int], version: int) -> Generated:
+        """As usual; no run asks for those groups."""
+        if not PROFILED <= groups[0] < ALONE_FROM:
+            return super().generate(groups, version)
+        with profiled(self.spec.versions.parent / "rollout.profile.txt"):
+            return super().generate(groups, version)
+
+
 class Kept(hosts.ProcessHost):
     """A rollout worker that outlives the run, to be timed alone after it."""
 
+    worker = Watched
     made: ClassVar["list[Kept]"] = []
 
     def __init__(self, spec: Any) -> None:
         super().__init__(spec)
-        self.spec = spec
         Kept.made.append(self)
 
     def close(self) -> None:
@@ -104,6 +124,8 @@ def main() -> None:
     parser.add_argument("--plan", choices=("aligned", "stock"), default="aligned")
     parser.add_argument("--rollout", choices=("vllm", "paged"), default="vllm")
     parser.add_argument("--files", action="store_true", help="publish through files alone")
+    parser.add_argument("--apart", action="store_true", help="the rollout on a GPU of its own")
+    parser.add_argument("--ranks", type=int, default=1, help="GPUs of the learner")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--evaluate", type=int, default=50)
@@ -151,7 +173,7 @@ def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
         require_zero=asked.plan == "aligned", rollout=asked.rollout, placement="processes",
         checkpoint_every=100_000, stop_after=asked.seconds, wait_seconds=240.0,
         evaluate_every=asked.evaluate or None, share_weights=False if asked.files else None,
-        evaluate_problems=asked.problems, evaluate_samples=4,
+        evaluate_problems=asked.problems, evaluate_samples=4, apart=asked.apart, ranks=asked.ranks,
     )  # fmt: skip
     return Setup(
         model=asked.model, plan=plan, task=tasks[0], config=config, dtype=asked.dtype,
@@ -182,9 +204,11 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
     early = setup.config.lag + 5  # updates of a stretch before its pace is steady
     late = records[early:] or records
     here = records[len(records) - len(ends) :][early:]  # as `steps`: of this stretch alone
+    steady = here or late
     steps = [b - a for a, b in pairwise(ends)][early:] or [0.0]
     first, last, error = rise([record.reward for record in records])
     tenth = max(1, len(memory) // 10)
+    full = memory[early:] or memory  # every slot of the shelf is there
     return {
         "plan": setup.plan.name, "settings": setup.config.model_dump(), "torch": torch.__version__,
         "updates": outcome.version, "resumed_at": outcome.resumed_at,
@@ -198,14 +222,15 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
         "d3_peak": max(record.d3 for record in records),
         "step_ms": statistics.median(steps) * 1e3,
         "publication_share": share(here, "sync", steps),
+        "install_share": share(here, "install", steps),
         "idle_share": share(here, "wait", steps),
         **{
-            f"{name}_ms": statistics.median(getattr(record, f"{name}_seconds") for record in late)
-            * 1e3
-            for name in ("train", "wait", "sync", "rollout", "blocked")
+            f"{name}_ms": 1e3 * statistics.median(getattr(e, f"{name}_seconds") for e in steady)
+            for name in ("train", "wait", "sync", "rollout", "install", "audit", "blocked")
         },
-        "memory_mib": [statistics.median(memory[tenth : 2 * tenth] or memory) / 2**20,
-                       statistics.median(memory[-tenth:]) / 2**20],
+        "memory_mib": [statistics.median(full[:tenth]) / 2**20,
+                       statistics.median(full[-tenth:]) / 2**20],
+        "sent_ms": [each * 1e3 for host in Kept.made for each in host.sent_seconds()],
         "evaluations": [
             [each.version, each.pass_at_1, each.mean_at_k, each.standard_error, each.reward]
             for each in read_evaluations(folder)
@@ -230,10 +255,11 @@ def rollout_alone(setup: Setup, folder: Path) -> float:
     groups = setup.config.groups
     times: list[float] = []
     for turn in range(ALONE + 1):
-        first = HELD_OUT // 2 + turn * groups
+        first = ALONE_FROM + turn * groups
         began = time.perf_counter()
         host.generate(range(first, first + groups), version, 240)
         times.append((time.perf_counter() - began) * 1e3)
+    host.generate(range(PROFILED, PROFILED + groups), version, 240)
     return statistics.median(times[1:])
 
 
@@ -250,8 +276,25 @@ def learner_alone(setup: Setup, folder: Path) -> float:
         began = time.perf_counter()
         learner.step([replace(each) for each in batch])
         times.append((time.perf_counter() - began) * 1e3)
+    with profiled(folder / "learner.profile.txt"):
+        learner.step([replace(each) for each in batch])
     learner.close()
     return statistics.median(times[1:])
+
+
+@contextmanager
+def profiled(file: Path) -> Generator[None]:
+    """What the interpreter does meanwhile, in this thread."""
+    profile = cProfile.Profile()
+    profile.enable()
+    try:
+        yield
+    finally:
+        profile.disable()
+        with file.open("w", encoding="utf-8") as opened:
+            found = pstats.Stats(profile, stream=opened)
+            found.sort_stats("tottime").print_stats(40)
+            found.sort_stats("cumulative").print_stats(70)
 
 
 def in_use() -> int:

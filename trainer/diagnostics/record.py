@@ -110,6 +110,8 @@ class UpdateRecord(BaseModel):
     sync_seconds: float
     wait_seconds: float
     blocked_seconds: float
+    install_seconds: float = 0.0
+    audit_seconds: float = 0.0
     tokens_per_second: float
     """Rows the learner computed, over its training, waiting and publishing."""
 
@@ -172,6 +174,8 @@ def record_of(facts: UpdateFacts, earlier: Sequence[float] = ()) -> UpdateRecord
         sync_seconds=facts.sync_seconds,
         wait_seconds=facts.wait_seconds,
         blocked_seconds=facts.blocked_seconds,
+        install_seconds=facts.install_seconds,
+        audit_seconds=facts.audit_seconds,
         tokens_per_second=facts.tokens / spent if spent > 0 else 0.0,
     )
 

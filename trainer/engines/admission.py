@@ -65,7 +65,7 @@ def check_requests(
     """
     if not requests:
         raise UsageError("there are no requests; give at least one")
-    limit = max_length(config)
+    limit, vocabulary = max_length(config), int(config.vocab_size)  # slow to ask a config for
     for request in requests:
         name = f"request {request.id!r}"
         if not request.id:
@@ -78,10 +78,10 @@ def check_requests(
                 f"{name} needs {length} positions, but the model's limit is "
                 f"{limit} (max_position_embeddings); shorten it"
             )
-        outside = [t for t in request.tokens if not 0 <= t < config.vocab_size]
+        outside = [t for t in request.tokens if not 0 <= t < vocabulary]
         if outside:
             raise UsageError(
-                f"{name} has token id {outside[0]}, outside the vocabulary of {config.vocab_size}; "
+                f"{name} has token id {outside[0]}, outside the vocabulary of {vocabulary}; "
                 "tokenize it with this model's tokenizer"
             )
         if not request.sampling.temperature >= 0:

@@ -6,9 +6,10 @@ Two sources, and together they are an update's :class:`.records.Audit`:
 - of older tokens a random slice is scored here, when it arrives: a third copy of the model takes
   the published weights of exactly that version and runs the trainer's packed forward.
 
-Scoring on arrival needs a version only as long as some worker uses it, whatever the lag. The
-difference must be 0 in every bit; weight lag is what remains between that and the update's own
-logprobs.
+Scoring on arrival needs a version only as long as some worker uses it, whatever the lag; groups
+that arrive together are scored in one forward. The difference must be 0 in every bit; weight lag is
+what remains between that and the update's own logprobs. On a GPU the auditor has a process of its
+own (``hosts.py``), so that neither takes the learner's interpreter from it.
 """
 
 import random
@@ -23,8 +24,9 @@ from ...kernels import bits
 from ...kernels.errors import MisalignedError
 from ...model_recipes.models import LoadedModel
 from ...model_recipes.plan import Plan
-from ...model_recipes.state import named_state
+from ...model_recipes.state import digests_of, named_state
 from ..engines.packed import PackedEngine
+from ..publication.flat import copy_all
 from .config import TrainConfig
 from .records import Audit, Batch, Trajectory
 from .trajectories import mu_of, request_of, versions_of
@@ -62,22 +64,33 @@ class Auditor:
         self._installed: int | None = None
         self._lock = threading.Lock()  # several producers, one model
 
-    def group(self, number: int, trajectories: Sequence[Trajectory]) -> Group:
-        """The arrived group, with its share of the update's audit."""
-        update = number // self.config.groups
+    def groups(self, numbers: Sequence[int], groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
+        """The arrived groups, each with its share of the update's audit; one forward a version."""
         chosen = [
-            member
-            for member in self._members(number)
-            if self.everything or any(v != update for v in trajectories[member].versions)
+            self._chosen(number, members)
+            for number, members in zip(numbers, groups, strict=True)
+        ]  # fmt: skip
+        audited = [
+            members[one] for members, ones in zip(groups, chosen, strict=True) for one in ones
         ]
-        with self._lock:
-            scored = self.score([trajectories[member] for member in chosen]) if chosen else None
-        return Group(
-            number=number,
-            trajectories=tuple(trajectories),
-            audited=tuple(chosen),
-            audit_bits=() if scored is None else tuple(bits.int_view(scored).tolist()),
-        )
+        scored: list[int] = []
+        if audited:
+            with self._lock:
+                scored = bits.int_view(self.score(audited)).tolist()
+        found: list[Group] = []
+        first = 0
+        for number, members, ones in zip(numbers, groups, chosen, strict=True):
+            last = first + sum(len(members[one].versions) for one in ones)
+            found.append(
+                Group(
+                    number=number,
+                    trajectories=tuple(members),
+                    audited=tuple(ones),
+                    audit_bits=tuple(scored[first:last]),
+                )
+            )
+            first = last
+        return found
 
     @torch.no_grad()
     def score(self, trajectories: Sequence[Trajectory]) -> Tensor:
@@ -103,6 +116,15 @@ class Auditor:
         """Take the plan off the model."""
         self.engine.close()
 
+    def _chosen(self, number: int, members: Sequence[Trajectory]) -> list[int]:
+        """Those to score here: tokens of the update's own version are compared by the update."""
+        update = number // self.config.groups
+        return [
+            one
+            for one in self._members(number)
+            if self.everything or any(version != update for version in members[one].versions)
+        ]
+
     def _members(self, number: int) -> list[int]:
         """Members of this group among the update's audited responses."""
         size, groups = self.config.group_size, self.config.groups
@@ -117,9 +139,12 @@ class Auditor:
         if version == self._installed:
             return
         self._installed = None
-        weights = self.versions.read(version, self.engine.loaded.device)
-        for name, tensor in named_state(self.engine.loaded.module).items():
-            tensor.copy_(weights[name])
+        state, device = named_state(self.engine.loaded.module), self.engine.loaded.device
+        there = self.versions.shelved(version, device)
+        if there is not None:
+            copy_all(state, there.tensors)
+        if there is None or digests_of(state) != there.card.digests:  # not there, or no longer
+            copy_all(state, self.versions.read(version, device))
         self._installed = version
 
 

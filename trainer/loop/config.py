@@ -18,9 +18,11 @@ MAY_CHANGE = frozenset(
         "task_seconds",
         "stop_after",
         "share_weights",
+        "audit_apart",
+        "apart",
     }
 )
-"""They decide when a run stops or gives up, not what it computes."""
+"""They decide when a run stops or gives up and where it computes, not what."""
 
 
 class TrainConfig(BaseModel):
@@ -86,6 +88,13 @@ class TrainConfig(BaseModel):
     share_weights: bool | None = None
     """Whether the learner's last versions stay in its memory, where readers of this machine copy
     them from, beside the files that are written anyway; None: on a GPU. Changes no bit."""
+    audit_apart: bool | None = None
+    """Whether the audit has a process of its own, so that the learner does not wait for its turn
+    in the interpreter; None: on a GPU, unless workers are threads. Changes no bit."""
+    apart: bool = False
+    """Whether rollout workers have devices of their own, to which weights are sent over NCCL (gloo
+    between processors): worker w takes the w-th GPU after the learner's ranks. Needs placement
+    processes. Changes no bit."""
     workers: int = Field(default=1, ge=1)
     """Rollout engines."""
     placement: Literal["threads", "processes", "ray"] = "threads"
@@ -114,6 +123,8 @@ class TrainConfig(BaseModel):
                 "in deterministic mode every response comes from one version; use mode free, or "
                 "partial forbidden"
             )
+        if self.apart and (self.placement != "processes" or self.partial == "recorded"):
+            raise ValueError("apart needs placement processes and partial forbidden; set them so")
         return self
 
     @property

@@ -68,6 +68,7 @@ def settings_of(config: TrainConfig) -> TrainConfig:
             "partial": "forbidden",
             "rollout": "paged",
             "loss": "reinforce_zero",
+            "apart": False,
         }
     )
 

@@ -9,26 +9,29 @@ depends on nothing that died with it. An answer that does not come in time raise
 Workers read weights from the run folder, so with Ray on several hosts it must be shared.
 """
 
-import contextlib
-import multiprocessing
+import functools
 import os
-import traceback
+import threading
 from collections.abc import Callable, Sequence
-from multiprocessing.connection import Connection
-from typing import Any, Protocol, cast
+from typing import Any, ClassVar, Protocol, cast
+
+from torch import Tensor
 
 from ...kernels.errors import BudgetError, CapabilityError, ZeroMismatchError
-from ...model_recipes.models import LoadedModel
-from .crossing import Crossing
+from ...model_recipes.models import LoadedModel, load_model
+from ..losses.catalogue import loss_named
+from .audit import Auditor, Group
+from .elsewhere import Elsewhere, WorkerDied
+from .records import Trajectory
+from .sending import Sending
+from .versions import Versions
 from .worker import Generated, RolloutWorker, WorkerSpec
 
-STOP_SECONDS = 10.0
-IDLE_FACTOR = 4
-"""A worker process ends that nobody asked for anything for this many ``wait_seconds``."""
+__all__ = ["HOSTS", "AuditHost", "Host", "ProcessHost", "RayHost", "ThreadHost", "WorkerDied"]
 
 
-class WorkerDied(ZeroMismatchError):
-    """The worker is gone; what it was asked for can be asked again."""
+RESTARTS = 3
+"""How often one claim may lose its worker, or a run its auditor, before the run gives up."""
 
 
 class Host(Protocol):
@@ -59,70 +62,87 @@ class ThreadHost:
 
 
 class ProcessHost:
-    """The worker is a process of its own, spawned, with a pipe."""
+    """The worker is a process of its own, with a pipe; where the config says so, on a GPU of its
+    own, to which published weights are sent before it is asked for groups."""
+
+    worker: ClassVar[Callable[[WorkerSpec], RolloutWorker]] = RolloutWorker
 
     def __init__(self, spec: WorkerSpec) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_serve, args=(theirs, spec), daemon=True)
-        self.process.start()
-        theirs.close()
+        self.spec = spec
+        own_gpu = spec.config.apart and spec.device != "cpu"
+        self.elsewhere = Elsewhere(
+            functools.partial(type(self).worker, spec),
+            wait_seconds=spec.config.wait_seconds,
+            noun="a rollout worker",
+            gpu=spec.config.ranks + spec.index if own_gpu else None,
+        )
+        self._sending = Sending(self.elsewhere, spec) if spec.config.apart else None
 
     def generate(self, groups: Sequence[int], version: int, timeout: float) -> Generated:
         """See :class:`Host`."""
-        try:
-            self.connection.send((tuple(groups), version))
-            if not self.connection.poll(timeout):
-                raise BudgetError(
-                    f"worker process {self.process.pid} did not finish groups {tuple(groups)} in "
-                    f"{timeout:.0f} s; raise wait_seconds, or lower max_new_tokens"
-                )
-            answer = self.connection.recv()
-        except (EOFError, OSError) as error:
-            if isinstance(error, BudgetError):
-                raise
-            self.process.join(STOP_SECONDS)
-            raise WorkerDied(
-                f"worker process {self.process.pid} ended with exit code {self.process.exitcode} "
-                f"while it generated groups {tuple(groups)}; look at its output above"
-            ) from error
-        if isinstance(answer, BaseException):
-            raise answer
-        return cast(Generated, answer)
+        if self._sending is not None:
+            self._sending.bring(version, timeout)
+        asked = (tuple(groups), version)
+        return cast(Generated, self.elsewhere.call("generate", *asked, timeout=timeout))
+
+    def sent_seconds(self) -> list[float]:
+        """What each version took that was sent to a device of the worker's own."""
+        return [] if self._sending is None else list(self._sending.seconds)
 
     def close(self) -> None:
-        """Ask it to end; kill it if it does not."""
-        with contextlib.suppress(OSError):  # it may be gone already
-            self.connection.send(None)
-        self.process.join(STOP_SECONDS)
-        if self.process.is_alive():
-            self.process.kill()
-            self.process.join(STOP_SECONDS)
-        self.connection.close()
+        """End the process."""
+        self.elsewhere.close()
 
 
-def _serve(connection: Connection, spec: WorkerSpec) -> None:
-    """The worker process: answer calls until there are no more."""
-    worker: RolloutWorker | None = None
-    idle = IDLE_FACTOR * spec.config.wait_seconds
-    while True:
-        try:
-            if not connection.poll(idle):
-                return  # nobody asks any more; whoever does finds a worker gone and starts another
-            asked = connection.recv()
-        except (EOFError, OSError):
-            return  # the run is gone
-        if asked is None:
-            return
-        with Crossing() as crossing:
-            worker = worker or RolloutWorker(spec)
-            connection.send(worker.generate(*asked))
-        error = crossing.error
-        if isinstance(error, ZeroMismatchError):
-            connection.send(error)
-        elif error is not None:
-            text = "".join(traceback.format_exception(error))
-            connection.send(CapabilityError(f"a worker failed; please report this:\n{text}"))
+class AuditHost:
+    """The auditor in a process of its own, used like the one in ``audit.py``; one that is gone is
+    made again, RESTARTS times."""
+
+    def __init__(self, spec: WorkerSpec) -> None:
+        self.spec = spec
+        self._lock = threading.Lock()  # producers and the learner, one pipe
+        self._restarts = 0
+        self._elsewhere = self._made()
+
+    def groups(self, numbers: Sequence[int], groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
+        """See :meth:`.audit.Auditor.groups`."""
+        return cast("list[Group]", self._call("groups", tuple(numbers), tuple(groups)))
+
+    def under(self, trajectories: Sequence[Trajectory], version: int) -> Tensor:
+        """See :meth:`.audit.Auditor.under`."""
+        return cast(Tensor, self._call("under", tuple(trajectories), version))
+
+    def close(self) -> None:
+        """End the process."""
+        self._elsewhere.close()
+
+    def _made(self) -> Elsewhere:
+        make = functools.partial(auditor_of, self.spec)
+        wait = self.spec.config.wait_seconds
+        return Elsewhere(make, wait_seconds=wait, noun="the auditor")
+
+    def _call(self, name: str, *arguments: Any) -> Any:
+        with self._lock:
+            while True:
+                try:
+                    wait = self.spec.config.wait_seconds
+                    return self._elsewhere.call(name, *arguments, timeout=wait)
+                except WorkerDied:
+                    self._elsewhere.close()
+                    self._restarts += 1
+                    if self._restarts > RESTARTS:
+                        raise
+                    self._elsewhere = self._made()
+
+
+def auditor_of(spec: WorkerSpec, model: LoadedModel | None = None) -> Auditor:
+    """An auditor of a worker's run, with a copy of the model that is its alone."""
+    model = model or load_model(
+        spec.model, dtype=spec.dtype, device=spec.device, seed=spec.model_seed
+    )
+    everything = loss_named(spec.config.loss).needs_old
+    versions = Versions(spec.versions)
+    return Auditor(model, spec.plan, spec.config, versions, everything=everything)
 
 
 class RayHost:

@@ -2,20 +2,21 @@
 
     publisher = Publisher(versions, buffer.published, run.written, buffer.close, timeout=600)
     copied = publisher.copy(learner.weights(), 7)     # the learner may go on; nobody knows of it
-    root = publisher.publish(copied)                  # told; writing goes on
+    root = publisher.publish(copied)                  # under way, told and written in a thread
+    root.result()                                     # the digest over all tensors, once told
     publisher.wait()                                  # on disk
 
-The learner stops for a copy in its own memory and a digest. On a GPU it waits for neither before it
-publishes, so what lies between the two calls costs nothing more. With a shelf
-(:mod:`..publication.shelf`) that copy is what readers take, and they are told at once; without one
-they are told when the version's file is whole. The file is written in a thread, one version after
-the other, while the next gradient is computed: resuming needs it, and so does a reader elsewhere.
-Whoever needs files (a checkpoint, the end of a run) waits; what goes wrong there is raised by the
-next call.
+The learner stops for a copy in its own memory, which on a GPU it does not wait for either. A thread
+reads the digests and tells who waits for the version: with a shelf (:mod:`..publication.shelf`)
+that copy is what readers take, and they are told as soon as it is digested; without one they are
+told when the version's file is whole. The same thread writes the file, one version after the other,
+while the next gradient is computed: resuming needs it, and so does a reader elsewhere. Whoever
+needs files (a checkpoint, the end of a run) waits; what goes wrong is raised by the next call.
 """
 
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
@@ -64,22 +65,12 @@ class Publisher:
         held = {name: tensor.detach().clone() for name, tensor in weights.items()}
         return Copied(version=version, tensors=held)
 
-    def publish(self, copied: Placed | Copied) -> str:
-        """Start to publish; returns the digest over all tensors."""
-        version = copied.version
-        if isinstance(copied, Placed):
-            assert self.shelf is not None
-            put = self.shelf.announce(copied, seconds=self.timeout)
-            self._told(version)
-            self._start(lambda: self.versions.publish_flat(put, self._on_host(put.flat)), version)
-            return put.card.root
-        root = digest(copied.tensors)
-
-        def write() -> None:
-            self.versions.publish(copied.tensors, version, root=root)
-            self._told(version)
-
-        self._start(write, version)
+    def publish(self, copied: Placed | Copied) -> "Future[str]":
+        """Start to publish; the digest over all tensors is there once readers were told."""
+        root: Future[str] = Future()
+        work = (copied, root)
+        self._thread = threading.Thread(target=self._write, args=work, daemon=True)
+        self._thread.start()
         return root
 
     def wait(self) -> None:
@@ -103,10 +94,6 @@ class Publisher:
         if self.shelf is not None:
             self.shelf.close()
 
-    def _start(self, write: Callable[[], None], version: int) -> None:
-        self._thread = threading.Thread(target=self._write, args=(write, version), daemon=True)
-        self._thread.start()
-
     def _on_host(self, flat: Tensor) -> Tensor:
         """A slot's bytes in the processor's memory; the learner's stream does not wait for them.
 
@@ -123,10 +110,24 @@ class Publisher:
         copied.synchronize()
         return self._host
 
-    def _write(self, write: Callable[[], None], version: int) -> None:
+    def _write(self, copied: Placed | Copied, root: "Future[str]") -> None:
+        """The thread of one version."""
+        version = copied.version
         with Crossing() as crossing:
-            write()
+            if isinstance(copied, Placed):
+                assert self.shelf is not None
+                put = self.shelf.announce(copied, seconds=self.timeout)
+                self._told(version)
+                root.set_result(put.card.root)
+                self.versions.publish_flat(put, self._on_host(put.flat))
+            else:
+                found = digest(copied.tensors)
+                self.versions.publish(copied.tensors, version, root=found)
+                self._told(version)
+                root.set_result(found)
             self._written(version)
         if crossing.error is not None:
             self._error = crossing.error
+            if not root.done():
+                root.set_exception(crossing.error)
             self._failed(crossing.error)

@@ -193,8 +193,10 @@ class UpdateFacts:
 
     batch, logp (fp32 [N]), output: the whole update's, detached. audit: the kernel term's evidence.
     gradient_norm: before any clipping. cap: L. rollout_seconds, train_seconds, sync_seconds,
-    wait_seconds, blocked_seconds: rollout work, gradient and optimiser, publication, the learner's
-    waiting for samples, the producers' waiting for room. tokens: rows the learner computed.
+    wait_seconds, blocked_seconds: rollout work, gradient and optimiser, the learner's part of
+    publication, its waiting for samples, the producers' waiting for room. install_seconds,
+    audit_seconds: workers' pauses for new weights; the audit, beside both. tokens: rows the learner
+    computed. weights_root: of the version after the update; known once that is published.
     plan_digest: of the contracts that both sides computed by. after: fp32 [N], the same tokens'
     logprobs under the weights after the update, where it was asked for.
     """
@@ -215,3 +217,5 @@ class UpdateFacts:
     weights_root: str
     plan_digest: str
     after: Tensor | None = None
+    install_seconds: float = 0.0
+    audit_seconds: float = 0.0

@@ -2,14 +2,14 @@
 
     outcome = train(Setup(...), Path("runs/1"), sink=writer.update)
 
-Producers claim groups from the work buffer, have a worker generate them, have a slice audited,
-write them to the journal and put them back. The learner takes the oldest complete update, checks
-its lag, steps, checks the kernel term, publishes the new version and writes a checkpoint when one
-is due; a thread beside it writes what is published, another answers held-out problems. Whatever
-fails anywhere ends the run with its own error; ``resume=True`` goes on from the last checkpoint,
-the journal and the published versions: in deterministic mode with the bits of the run that was
-never interrupted; in free mode without losing a group that had arrived, and with those that were on
-their way drawn again from the version that they had started on.
+Producers (``producers.py``) claim groups from the work buffer, have a worker generate them, have a
+slice audited, write them to the journal and put them back. The learner takes the oldest complete
+update, checks its lag, steps, checks the kernel term, has the new version published and writes a
+checkpoint when one is due; a thread beside it publishes, another answers held-out problems.
+Whatever fails anywhere ends the run with its own error; ``resume=True`` goes on from the last
+checkpoint, the journal and the published versions: in deterministic mode with the bits of the run
+that was never interrupted; in free mode without losing a group that had arrived, and with those
+that were on their way drawn again from the version that they had started on.
 
 ``pytest tests/trainer/loop`` exercises it; the command is ``zm train``.
 """
@@ -17,9 +17,9 @@ their way drawn again from the version that they had started on.
 import contextlib
 import copy
 import json
-import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -34,26 +34,24 @@ from ...model_recipes.state import named_state
 from ..losses.catalogue import loss_named
 from ..publication.shelf import Shelf
 from .audit import Auditor, Group, audit_of, old_of, require_zero
-from .buffer import Closed, WorkBuffer
+from .buffer import WorkBuffer
 from .config import TrainConfig
-from .crossing import Crossing
 from .evaluation import Evaluation, Evaluator, settings_of
 from .export import export
 from .folder import RunFolder
-from .hosts import HOSTS, Host, ThreadHost, WorkerDied
+from .hosts import HOSTS, AuditHost, Host, ThreadHost, auditor_of
 from .learner import Learner
 from .limits import check_lag, check_loss
+from .producers import Producers
 from .publisher import Publisher
 from .records import Loss, Task, Trajectory, UpdateFacts
 from .trajectories import dealt, to_json
-from .worker import Generated, WorkerSpec
+from .worker import WorkerSpec
 
 if TYPE_CHECKING:
     from ..fsdp.learner import ShardedLearner
 
 DUMP = "stopped.json"
-RESTARTS = 3
-"""How often one claim may lose its worker before the run gives up."""
 
 Sink = Callable[[UpdateFacts], None]
 Evaluated = Callable[[Evaluation], None]
@@ -139,13 +137,17 @@ class _Run:
         base = model or load_model(
             setup.model, dtype=setup.dtype, device=setup.device, seed=setup.model_seed
         )
-        own = ("auditor", "worker", "evaluator") if config.placement == "threads" else ("auditor",)
+        own = ("worker", "evaluator") if config.placement == "threads" else ()
         skipped = {"evaluator"} if config.evaluate_every is None else set[str]()
         self.copies = {name: _copy(base) for name in own if name not in skipped}
+        self.spare = _copy(base)
         self.learner = self._learner(base, loss)
-        self.auditor = Auditor(
-            self.copies["auditor"], setup.plan, config, folder.versions, everything=loss.needs_old
-        )
+        self.spec = WorkerSpec(
+            model=setup.model, dtype=setup.dtype, device=setup.device, model_seed=setup.model_seed,
+            plan=setup.plan, task=setup.task, config=config, versions=folder.versions.folder,
+            threads=None if config.placement == "threads" else 1,
+        )  # fmt: skip
+        self.auditor = self._auditor(on_gpu=base.device.type == "cuda")
         self.needs_old = loss.needs_old
         found = folder.checkpoints.newest_good()
         self.notes = () if found is None else found.damaged
@@ -164,26 +166,24 @@ class _Run:
             held=folder.journal.held(),
             claimed=folder.journal.claimed(),
         )
-        self.spec = WorkerSpec(
-            model=setup.model, dtype=setup.dtype, device=setup.device, model_seed=setup.model_seed,
-            plan=setup.plan, task=setup.task, config=config, versions=folder.versions.folder,
-            threads=None if config.placement == "threads" else 1,
-        )  # fmt: skip
+        self.producers = Producers(
+            config, self.buffer, folder.journal, self.auditor, self._host, time.perf_counter
+        )
+        self._pending: tuple[UpdateFacts, Future[str]] | None = None
         self.evaluator: Evaluator | None = None
         if config.evaluate_every is not None:
             self.evaluator = Evaluator(
                 self._evaluating, config, folder.versions, folder.path, start=version
             )
         shares = config.share_weights
-        shares = base.device.type == "cuda" if shares is None else shares
+        shares = base.device.type == "cuda" or config.apart if shares is None else shares
         self.publisher = Publisher(
             folder.versions, self.buffer.published, self._written, self.buffer.close,
             timeout=config.wait_seconds,
-            shelf=Shelf(folder.versions.folder, readers=config.workers) if shares else None,
+            shelf=Shelf(folder.versions.folder, readers=config.workers, wanted=config.lag + 2)
+            if shares else None,
         )  # fmt: skip
         self._began = time.monotonic()
-        self._seconds = {"rollout": 0.0, "sync": 0.0, "blocked": 0.0}
-        self._lock = threading.Lock()
 
     def _learner(self, base: LoadedModel, loss: Loss) -> "Learner | ShardedLearner":
         setup, config = self.setup, self.config
@@ -202,19 +202,40 @@ class _Run:
         )
         return ShardedLearner(base, config, spec)
 
+    def _auditor(self, *, on_gpu: bool) -> Auditor | AuditHost:
+        asked = self.config.audit_apart
+        apart = on_gpu and self.config.placement != "threads" if asked is None else asked
+        return AuditHost(self.spec) if apart else auditor_of(self.spec, self.spare)
+
     def to_the_end(self, sink: Sink, evaluated: Evaluated) -> None:
-        """All updates that are left, or as many as there is time for."""
+        """All updates that are left, or as many as there is time for.
+
+        An update's facts are told while the next one's gradient is on the device; before a
+        checkpoint all are: what is kept is not made again.
+        """
         if self.learner.version < self.config.updates:
-            with self._producers():
+            with self.producers.at_work():
                 late = False
                 while self.learner.version < self.config.updates and not late:
-                    sink(self._update())  # told before it is kept: what is kept is not made again
+                    told = self._update(lambda: self._tell(sink))
+                    self._pending = told
                     late = self._is_late()
-                    self._checkpoint_if_due(late)
+                    if self._checkpoint_is_due(late):
+                        self._tell(sink)
+                        self._checkpoint()
                     for found in self.evaluator.fresh() if self.evaluator else ():
                         evaluated(found)
+                self._tell(sink)
         for found in self.evaluator.finish() if self.evaluator else ():
             evaluated(found)
+
+    def _tell(self, sink: Sink) -> None:
+        """The last update's facts, which wait for the digest of its weights."""
+        if self._pending is not None:
+            facts, root = self._pending
+            self._pending = None
+            self.root = root.result(self.config.wait_seconds)
+            sink(replace(facts, weights_root=self.root))
 
     def _is_late(self) -> bool:
         limit = self.config.stop_after
@@ -230,7 +251,7 @@ class _Run:
 
     def export(self) -> Path:
         """The last published version as a transformers checkpoint; after :meth:`close`."""
-        model, version = self.auditor.engine.loaded, self.learner.version
+        model, version = self.spare, self.learner.version
         with torch.no_grad():
             weights = self.folder.versions.read(version)
             for name, tensor in named_state(model.module).items():
@@ -239,7 +260,8 @@ class _Run:
 
     # --- the learner's side ----------------------------------------------------------------
 
-    def _update(self) -> UpdateFacts:
+    def _update(self, meanwhile: Callable[[], None]) -> "tuple[UpdateFacts, Future[str]]":
+        """One update. meanwhile: work of this thread for the time that the device copies."""
         update, config = self.learner.version, self.config
         began = time.perf_counter()
         groups = self.buffer.take(update, timeout=config.wait_seconds)
@@ -256,18 +278,19 @@ class _Run:
         began = time.perf_counter()
         copied = self.publisher.copy(self.learner.weights(), self.learner.version)
         published = time.perf_counter() - began
-        audit = audit_of(groups, step.batch, step.logp)  # while the device copies
+        audit = audit_of(groups, step.batch, step.logp)
         if config.require_zero:
             require_zero(audit, update)
         began = time.perf_counter()
-        self.root = self.publisher.publish(copied)
+        root = self.publisher.publish(copied)
         published += time.perf_counter() - began
+        meanwhile()
         after = None
         if config.measure_moves:
             self.publisher.wait()
             after = self.auditor.under(trajectories, self.learner.version)
-        spent = self._spent()
-        return UpdateFacts(
+        spent = self.producers.spent()
+        facts = UpdateFacts(
             batch=step.batch,
             logp=step.logp,
             output=step.output,
@@ -275,16 +298,19 @@ class _Run:
             gradient_norm=step.gradient_norm,
             learning_rate=step.learning_rate,
             cap=config.lag,
-            rollout_seconds=spent["rollout"],
+            rollout_seconds=spent.rollout,
             train_seconds=step.seconds,
-            sync_seconds=published + spent["sync"],
+            sync_seconds=published,
             wait_seconds=waited,
-            blocked_seconds=spent["blocked"],
+            blocked_seconds=spent.blocked,
+            install_seconds=spent.install,
+            audit_seconds=spent.audit,
             tokens=step.tokens,
-            weights_root=self.root,
+            weights_root="",
             plan_digest=self.setup.plan.digest,
             after=after,
         )
+        return facts, root
 
     def _written(self, version: int) -> None:
         """A version is on disk: it may be evaluated; delete what nobody needs any more."""
@@ -299,84 +325,15 @@ class _Run:
         found = {"update": update, "trajectories": [to_json(each) for each in trajectories]}
         replace_whole(self.folder.path / DUMP, json.dumps(found) + "\n")
 
-    def _checkpoint_if_due(self, late: bool) -> None:
+    def _checkpoint_is_due(self, late: bool) -> bool:
         version = self.learner.version
         last = late or version >= self.config.updates
-        if version % self.config.checkpoint_every and not last:
-            return
+        return last or version % self.config.checkpoint_every == 0
+
+    def _checkpoint(self) -> None:
         self.publisher.wait()
-        self.folder.checkpoints.save(self.learner.save, version)
+        self.folder.checkpoints.save(self.learner.save, self.learner.version)
         self.folder.journal.keep_from(self.folder.checkpoints.oldest() * self.config.groups)
-
-    def _spent(self) -> dict[str, float]:
-        """Producers' seconds since the last update."""
-        with self._lock:
-            spent, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
-        spent["blocked"], self.buffer.blocked_seconds = self.buffer.blocked_seconds, 0.0
-        return spent
-
-    # --- the producers' side ---------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _producers(self) -> Generator[None]:
-        """One thread a worker; a failure of either side ends both."""
-        threads = [
-            threading.Thread(target=self._produce, args=(index,), daemon=True)
-            for index in range(self.config.workers)
-        ]
-        for thread in threads:
-            thread.start()
-        try:
-            yield
-        finally:
-            self.buffer.close()
-            for thread in threads:
-                thread.join(self.config.wait_seconds)
-
-    def _produce(self, index: int) -> None:
-        """One producer's thread; the learner raises what fails here."""
-        with Crossing() as crossing:
-            host = self._host(index)
-            count = -(-self.config.groups // self.config.workers)
-            try:
-                while True:
-                    claim = self.buffer.claim(count, timeout=self.config.wait_seconds)
-                    self.folder.journal.claim(claim.groups, claim.version)
-                    host = self._serve(host, index, claim.groups, claim.version)
-            finally:
-                host.close()
-        if not isinstance(crossing.error, Closed):
-            self.buffer.close(crossing.error)
-
-    def _serve(self, host: Host, index: int, groups: Sequence[int], version: int) -> Host:
-        """Have these groups generated, whatever happens to workers; returns the live one."""
-        host, found = self._generate(host, index, groups, version)
-        arrived = [
-            self.auditor.group(number, trajectories)
-            for number, trajectories in zip(groups, found.groups, strict=True)
-        ]
-        self.folder.journal.append(arrived)
-        with self._lock:
-            self._seconds["rollout"] += found.seconds
-            self._seconds["sync"] += found.install_seconds
-        for group in arrived:
-            self.buffer.put(group.number, group)
-        return host
-
-    def _generate(
-        self, host: Host, index: int, groups: Sequence[int], version: int
-    ) -> tuple[Host, Generated]:
-        """Ask; where the worker is gone, ask a new one."""
-        restarts = 0
-        while True:
-            try:
-                return host, host.generate(groups, version, self.config.wait_seconds)
-            except WorkerDied:
-                host.close()
-                restarts += 1
-                if restarts > RESTARTS:
-                    raise
-                host = self._host(index)
 
     def _evaluating(self) -> Host:
         """The evaluator's own worker."""
@@ -391,7 +348,7 @@ class _Run:
         if self.config.placement == "threads":
             ready = self.copies.pop("worker", None) if index == 0 else None
             return ThreadHost(self.spec, ready)
-        return HOSTS[self.config.placement](self.spec)
+        return HOSTS[self.config.placement](replace(self.spec, index=index))
 
 
 def _copy(model: LoadedModel) -> LoadedModel:

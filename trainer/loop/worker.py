@@ -13,7 +13,6 @@ It runs in a thread, a process or a Ray actor (``hosts.py``) and knows nothing o
 """
 
 import random
-import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,16 +21,19 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from ...kernels.errors import BudgetError, MisalignedError, UsageError
+from ...kernels.errors import MisalignedError, UsageError
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import Plan
+from ...model_recipes.state import named_state
 from ..engines.admission import max_length
 from ..engines.paged import PagedEngine
 from ..engines.vllm.engine import VllmEngine
 from ..losses.catalogue import loss_named
+from ..publication.across import Channel, Receiver
+from ..publication.in_place import Installed, LiveWeights, Offer
 from .config import TrainConfig
-from .crossing import Crossing
 from .heads import HeadRecorder
+from .patience import Patience
 from .records import Task, Trajectory, TurnTask
 from .routes import RouteRecorder
 from .trajectories import admit, answered, extended, opened, request_of, seed_of
@@ -58,6 +60,8 @@ class WorkerSpec:
     config: TrainConfig
     versions: Path
     threads: int | None = None
+    index: int = 0
+    """Of the run's workers, this one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,12 +91,17 @@ class RolloutWorker:
             else PagedEngine(self.model, spec.plan)
         )
         self.recorder = self._recorder()
+        self._limit = max_length(self.model.config)
+        self._patience = Patience()
+        self._receiver: Receiver | None = None
         self._install_seconds = 0.0
+        self._received_seconds = 0.0
 
     def generate(self, groups: Sequence[int], version: int) -> Generated:
         """Whole groups, scored, starting on ``version``."""
         began = time.perf_counter()
-        self._install_seconds = 0.0
+        received = self._install_seconds = self._received_seconds
+        self._received_seconds = 0.0
         self._install(version)
         running = [one for group in groups for one in self._open(group)]
         done: dict[str, Trajectory] = {}
@@ -111,14 +120,50 @@ class RolloutWorker:
         members = range(self.config.group_size)
         return Generated(
             groups=tuple(tuple(scored[f"{group}/{m}"] for m in members) for group in groups),
-            seconds=time.perf_counter() - began - self._install_seconds,
+            seconds=time.perf_counter() - began - (self._install_seconds - received),
             install_seconds=self._install_seconds,
             tokens=sum(len(each.logprob_bits) for each in scored.values()),
         )
 
+    def ready(self) -> None:
+        """Nothing more: the engine has started by now."""
+
+    def meet(self, meet: str) -> None:
+        """Open this side's end of a channel (:mod:`.sending`)."""
+        device = self.model.device
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        channel = Channel(meet, 1, device=device)
+        if isinstance(self.engine, VllmEngine):
+            live = self.engine.live
+            weights = live.writable()
+            self._receiver = Receiver(channel, weights, live.install)
+        else:
+            tensors = named_state(self.model.module)
+            weights = LiveWeights(tensors, cleared=lambda: True, version=self.engine.version)
+            self._receiver = Receiver(channel, weights, self._install_offer)
+
+    def receive(self, seconds: float) -> None:
+        """The version that is sent next, installed; no request is under way."""
+        began = time.perf_counter()
+        if self._receiver is None:
+            raise UsageError("this worker meets nobody yet; call meet() first")
+        self._receiver.receive(seconds=seconds)
+        self._received_seconds += time.perf_counter() - began
+
     def close(self) -> None:
         """Take the plan off the model."""
+        self._patience.close()
         self.engine.close()
+
+    def _install_offer(self, offer: Offer) -> Installed:
+        """Over the paged engine's tensors, which keeps nothing between two calls."""
+        assert self._receiver is not None
+        assert isinstance(self.engine, PagedEngine)
+        live, held = self._receiver.live, self.engine.weights
+        done = live.install(offer)
+        held.version, held.digests = live.version, live.digests
+        return done
 
     def _recorder(self) -> HeadRecorder | RouteRecorder | None:
         """What the loss asks for beside tokens and logprobs."""
@@ -205,37 +250,13 @@ class RolloutWorker:
     def _score(self, trajectory: Trajectory) -> Trajectory:
         reward = self._call(lambda: self.task.score(trajectory), f"the score of {trajectory.id}")
         scored = replace(trajectory, reward=float(reward))
-        return admit(scored, limit=max_length(self.model.config))
+        return admit(scored, limit=self._limit)
 
     def _call(self, ask: Callable[[], R], what: str) -> R:
         """The task's answer; UsageError if it raises, BudgetError if it hangs."""
-        return bounded(ask, self.config.task_seconds, f"task {self.task.name}: {what}")
+        return self._patience.wait(ask, self.config.task_seconds, f"task {self.task.name}: {what}")
 
 
 def _most_running(config: TrainConfig) -> int:
     """Responses that a worker can have under way: CUDA graphs of larger batches would be idle."""
     return min(MOST_RUNNING, -(-config.groups // config.workers) * config.group_size)
-
-
-def bounded(ask: Callable[[], R], seconds: float, what: str) -> R:
-    """``ask()``, given up on after ``seconds``; the thread that hangs is left behind."""
-    answers: list[R] = []
-    crossing = Crossing()
-
-    def work() -> None:
-        with crossing:
-            answers.append(ask())
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    error = crossing.error
-    if error is not None:
-        raise UsageError(
-            f"{what} raised {type(error).__name__}: {error}; correct the task"
-        ) from error
-    if not answers:
-        raise BudgetError(
-            f"{what} took more than {seconds:g} s; make it faster, or raise task_seconds"
-        )
-    return answers[0]

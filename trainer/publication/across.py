@@ -41,7 +41,9 @@ from ...kernels.errors import (
     ZeroMismatchError,
 )
 from ...model_recipes.state import digests_of, weights_root
+from .flat import Layout
 from .in_place import SECONDS, Installed, LiveWeights, Offer, described
+from .shelf import Shelved
 
 Install = Callable[[Offer], Installed]
 GROUP_SECONDS = 3600.0
@@ -58,7 +60,8 @@ _QUIET = {
 
 
 class Manifest(BaseModel):
-    """What is offered. tensors: name -> (dtype, shape).
+    """What is offered. tensors: name -> (dtype, shape). flat: they come as one buffer, laid out as
+    :class:`.flat.Layout` does.
 
     Manifest(version=3, tensors={"model.norm.weight": ("bfloat16", (576,))}, digests={...})
     """
@@ -68,6 +71,7 @@ class Manifest(BaseModel):
     version: int
     tensors: dict[str, tuple[str, tuple[int, ...]]]
     digests: dict[str, str]
+    flat: bool = False
 
 
 class Answer(BaseModel):
@@ -184,9 +188,16 @@ class Sender:
         self.channel = channel
 
     def publish(
-        self, weights: Mapping[str, Tensor], version: int, *, seconds: float = SECONDS
+        self,
+        weights: Mapping[str, Tensor],
+        version: int,
+        *,
+        seconds: float = SECONDS,
+        lying: Shelved | None = None,
     ) -> Sent:
         """Offer, send, and hear that it serves; raises with the old version serving.
+
+        lying: the slot of a shelf that the weights lie in, digested already: one buffer is sent.
 
         UsageError (refused), BudgetError (no answer), CapabilityError (broke off), MisalignedError
         (installed as something else, or not at all).
@@ -194,18 +205,18 @@ class Sender:
         self.channel.require_open()
         began = time.perf_counter()
         deadline = began + seconds
-        digests = digests_of(weights)
+        digests = digests_of(weights) if lying is None else lying.card.digests
         kinds = {name: described(tensor) for name, tensor in weights.items()}
         root = weights_root(digests)
+        parts = [weights[name].detach().contiguous() for name in sorted(weights)]
+        offer = Manifest(version=version, tensors=kinds, digests=digests, flat=lying is not None)
         with _round(self.channel):
-            self.channel.say("offer", Manifest(version=version, tensors=kinds, digests=digests))
+            self.channel.say("offer", offer)
             agreed = self.channel.hear("agreement", Answer, deadline)
             if agreed.refused:
                 raise UsageError(agreed.refused)
             with _closing(self.channel):
-                self.channel.broadcast(
-                    [weights[name].detach().contiguous() for name in sorted(weights)], deadline
-                )
+                self.channel.broadcast(parts if lying is None else [lying.flat], deadline)
                 done = self.channel.hear("result", Answer, deadline)
                 if done.broke_off:
                     raise CapabilityError(done.refused)
@@ -225,6 +236,8 @@ class Receiver:
     def __init__(self, channel: Channel, live: LiveWeights, install: Install | None = None) -> None:
         self.channel, self.live = channel, live
         self.install = install or live.install
+        self._staged: dict[str, Tensor] | None = None
+        self._flat: Tensor | None = None
 
     def receive(self, *, seconds: float = SECONDS) -> Installed:
         """Wait for an offer and install it; raises with the old version serving."""
@@ -238,10 +251,10 @@ class Receiver:
                 self.channel.say("agreement", Answer(refused=str(error)))
                 raise
             self.channel.say("agreement", Answer())
-            staged = self.live.empty_copy()
+            staged, parts = self._room(manifest.flat)
             try:
                 with _closing(self.channel):
-                    self.channel.broadcast([staged[name] for name in sorted(staged)], deadline)
+                    self.channel.broadcast(parts, deadline)
             except CapabilityError as error:
                 self.channel.say("result", Answer(refused=str(error), broke_off=True))
                 raise
@@ -252,6 +265,18 @@ class Receiver:
                 raise
             self.channel.say("result", Answer(root=self.live.root))
         return done
+
+    def _room(self, flat: bool) -> tuple[dict[str, Tensor], list[Tensor]]:
+        """Where tensors arrive, kept between rounds, and what of it is sent at once."""
+        self._staged = self._staged or self.live.empty_copy()
+        if not flat:
+            return self._staged, [self._staged[name] for name in sorted(self._staged)]
+        if self._flat is None:
+            layout = Layout.of(self._staged)
+            some = next(iter(self._staged.values()))
+            self._flat = torch.empty(layout.nbytes, dtype=torch.uint8, device=some.device)
+            self._staged = layout.views(self._flat)
+        return self._staged, [self._flat]
 
     def _offer(self, staged: Mapping[str, Tensor], manifest: Manifest) -> Offer:
         offer = self.live.stage(staged, manifest.version)

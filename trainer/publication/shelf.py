@@ -117,10 +117,12 @@ class Placed:
 
 
 class Shelf:
-    """The owner's side. readers: how many of them may be at different versions."""
+    """The owner's side. readers: how many of them may be at different versions. wanted: versions to
+    keep, where a quarter of the memory that is free at first has room for them."""
 
-    def __init__(self, folder: Path, *, readers: int = 1) -> None:
+    def __init__(self, folder: Path, *, readers: int = 1, wanted: int = 0) -> None:
         self.folder, self.slots = folder, readers + SPARE_SLOTS
+        self._wanted = wanted
         self._held: dict[int, int] = {}  # slot -> version
         self._handles: dict[int, Handle | None] = {}
         remove_cards(folder)
@@ -135,8 +137,10 @@ class Shelf:
         """Copy into a slot and take digests there, in the order of this thread's stream; the
         device is not waited for, and the weights may change after this call."""
         layout = Layout.of(weights)
+        device = next(iter(weights.values())).device
+        self._measure(layout.nbytes, device)
         slot = self._free_slot()
-        flat = self._buffer(slot, layout.nbytes, next(iter(weights.values())).device)
+        flat = self._buffer(slot, layout.nbytes, device)
         tensors = layout.views(flat)
         copy_all(tensors, weights)
         return Placed(version=version, slot=slot, layout=layout, flat=flat, tensors=tensors,
@@ -181,6 +185,14 @@ class Shelf:
             _OWN.pop((str(self.folder), slot), None)
         self._held.clear()
         self._handles.clear()
+
+    def _measure(self, nbytes: int, device: torch.device) -> None:
+        """How many slots there are, settled by the first version."""
+        if not self._wanted:
+            return
+        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        self.slots = max(self.slots, min(self._wanted, free // 4 // max(1, nbytes)))
+        self._wanted = 0
 
     def _free_slot(self) -> int:
         """A slot without a card: an unused one, else that of the oldest version."""
@@ -245,7 +257,7 @@ def _share(flat: Tensor) -> Handle:
     )  # fmt: skip
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=512)
 def _opened(told: str) -> Tensor | None:
     """The slot of a handle (JSON) in this process, opened once; None where its GPU is not visible
     here."""

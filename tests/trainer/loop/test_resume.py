@@ -28,6 +28,7 @@ SetupOf = Callable[..., Setup]
 KILLS = 20
 FREE_KILLS, MOST_FREE_KILLS = 4, 24
 TIMED = {"rollout_seconds", "train_seconds", "sync_seconds", "wait_seconds", "blocked_seconds",
+         "install_seconds", "audit_seconds",
          "tokens_per_second"}  # fmt: skip
 
 

@@ -20,6 +20,7 @@ from zeromismatch.kernels.errors import (
 )
 from zeromismatch.trainer.publication.across import Channel, Receiver, Sender
 from zeromismatch.trainer.publication.in_place import LiveWeights
+from zeromismatch.trainer.publication.shelf import Shelf
 
 CPU = torch.device("cpu")
 
@@ -69,8 +70,13 @@ def send(meet: str, told: Any, kinds: list[str]) -> None:
         if kind == "partial":
             del new["a.weight"]
         version = 0 if kind == "old" else index
+        lying = None
+        if kind == "slot":
+            folder = Path(meet).parent / "shelf"
+            folder.mkdir(exist_ok=True)
+            lying = Shelf(folder).put(new, version)
         try:
-            sent = Sender(channel).publish(new, version, seconds=30.0)
+            sent = Sender(channel).publish(new, version, seconds=30.0, lying=lying)
             told.put(("sent", sent.root))
         except ZeroMismatchError as error:
             told.put((type(error).__name__, str(error)))
@@ -131,6 +137,17 @@ def test_refused_offers_leave_the_old_version_and_whole_ones_serve(
     assert told.get(timeout=30.0)[0] == "sent"
     assert serves(live, tensors, 4, 4.0)
     assert {name: tensor.data_ptr() for name, tensor in tensors.items()} == places
+
+
+def test_a_slot_of_the_shelf_is_sent_as_one_buffer(
+    trainer: Any, live: LiveWeights, tensors: dict[str, Tensor]
+) -> None:
+    meet, told = trainer("whole", "slot", "slot", "whole")
+    receiver = Receiver(Channel(f"{meet}-Channel", 1, device=CPU), live)
+    for version in range(1, 5):
+        done = receiver.receive(seconds=60.0)
+        assert told.get(timeout=30.0) == ("sent", done.publish.digest)
+        assert serves(live, tensors, version, float(version))
 
 
 def test_a_trainer_that_dies_half_way_leaves_the_old_version(

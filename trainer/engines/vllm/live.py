@@ -362,11 +362,11 @@ class LiveEngine:
 
     def stage(self, weights: Mapping[str, Tensor], version: int) -> Offer:
         """Check and digest complete new weights; nothing changes yet."""
-        return self._writable().stage(weights, version)
+        return self.writable().stage(weights, version)
 
     def install(self, offer: Offer, *, seconds: float = SECONDS) -> Installed:
         """Install an offer between two steps; the next step computes with it."""
-        live = self._writable()
+        live = self.writable()
         moved = live.moved(self._apply("hf_tensors"))
         if moved:
             raise CapabilityError(
@@ -377,7 +377,8 @@ class LiveEngine:
         self.recorder.version = offer.publish.version
         return done
 
-    def _writable(self) -> LiveWeights:
+    def writable(self) -> LiveWeights:
+        """What new weights are put into."""
         if self.weights is None:
             raise CapabilityError(
                 "stock vLLM packs its weights on a CPU, so new ones cannot be put in and read "
