@@ -184,12 +184,13 @@ def _paged(call: Kept, start: Tensor, tally: "Tally", how: str, size: int | None
         parts: list[Tensor] = []
         for at, stop in pairwise(bounds):
             positions = torch.arange(at, stop)
-            batch = RowBatch(
-                query_start=torch.tensor([0, stop - at], dtype=torch.int32),
-                length=torch.tensor([stop], dtype=torch.int32),
-                table=table[None, : -(-stop // chunk)].contiguous(),
-                slot=table.long()[positions // chunk] * chunk + positions % chunk,
+            index = (
+                torch.tensor([0, stop - at], dtype=torch.int32),
+                torch.tensor([stop], dtype=torch.int32),
+                table[None, : -(-stop // chunk)].contiguous(),
+                table.long()[positions // chunk] * chunk + positions % chunk,
             )
+            batch = RowBatch(*(each.to(call.output.device) for each in index))
             context = PagedState({call.layer.index: pages}, {chunk: batch})
             parts.append(call.compute(context, _rows(call, torch.arange(first + at, first + stop))))
         tally.add(call.op_class, call.site, how, call.output[first:last], torch.cat(parts))

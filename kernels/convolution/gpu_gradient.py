@@ -7,6 +7,7 @@ takes one request at a time.
 Legend: T rows, B requests, D channels, W taps.
 """
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import torch
@@ -85,10 +86,9 @@ def reference(
 
 
 def _sums(
-    add: object, dz: Tensor, earlier: list[Tensor], bias: Tensor | None,
-    initial_weight: Tensor | None, initial_bias: Tensor | None,
+    add: Callable[[Tensor, Tensor | None], Tensor], dz: Tensor, earlier: list[Tensor],
+    bias: Tensor | None, initial_weight: Tensor | None, initial_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    assert callable(add)
     taps = [
         add(rows * wide(dz), None if initial_weight is None else initial_weight[:, tap])
         for tap, rows in enumerate(earlier)
