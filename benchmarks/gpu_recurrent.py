@@ -6,8 +6,8 @@ Qwen3-Next (gated delta rule, 16 / 32 heads of 128 x 128), Nemotron-H 8B (Mamba-
 heads of 128 x 64), Kimi-Linear (KDA, 32 heads of 128 x 128), and Qwen3-Next's convolution. Prefill
 stands beside vLLM's chunk kernels, decode (requests in the middle of a chunk) beside its recurrent
 ones. Medians of CUDA graph replays in turn (of events where a call cannot be captured); ratio is
-vLLM's time / ours. Several launch shapes of ours are timed, which have the same bits; vLLM's
-kernels tune themselves first. Processes of one ``--lock`` compile side by side and time in turn.
+vLLM's time / ours; vLLM's kernels tune themselves first. Processes of one ``--lock`` compile side
+by side and time in turn.
 """
 
 # ruff: noqa: E402  (its parts and the package are found beside it)
@@ -18,7 +18,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,7 @@ from gpu_measure import eager_median, medians
 from gpu_tuning import alone, compiling_ahead
 
 from zeromismatch.kernels.convolution import gpu as convolution
-from zeromismatch.kernels.recurrence import gpu, gpu_blocks
+from zeromismatch.kernels.recurrence import gpu_blocks
 from zeromismatch.kernels.recurrence.gpu_blocks import Shape, shape_of
 from zeromismatch.kernels.recurrence.pages import slots_of
 
@@ -71,58 +70,34 @@ def index(counts: list[int], before: int, chunk: int) -> tuple[torch.Tensor, ...
     return start, length, table
 
 
-def stores(kind: str, pages: int, dtype: torch.dtype) -> list[torch.Tensor]:
+def stores(kind: str, pages: int) -> list[torch.Tensor]:
     hk, hv, k, v, chunk = SIZES[kind]
     gates = (hv, k) if kind == "kda" else (hv,)
     decays = -torch.rand(pages, chunk, *gates, device=DEVICE) * 0.05
+    ends = drawn(pages, hv, k, v)
+    ends.flatten(2).view(BF16)[..., : chunk * chunk] = 1 / chunk  # T of open chunks
     return [
-        drawn(pages, chunk, hk, k).to(dtype) * 0.1, drawn(pages, chunk, hv, v).to(dtype),
-        decays.cumsum(1) if dtype == BF16 else decays, drawn(pages, hv, k, v),
+        drawn(pages, chunk, hk, k).to(BF16) * 0.1, drawn(pages, chunk, hv, v).to(BF16),
+        decays.cumsum(1), ends,
     ]  # fmt: skip
 
 
-def shapes(kind: str, rows: int, requests: int) -> dict[str, Shape]:
-    """What is shipped, and others around it."""
-    chunk, value = SIZES[kind][4], SIZES[kind][3]
-    shipped = shape_of(rows, requests, chunk, value)
-    found = {"as shipped": shipped}
-    if shipped.rows == 16:
-        for out in ((32, 4, 1), (64, 2, 1), (64, 4, 1), (128, 4, 1), (128, 8, 1)):
-            for solve in (1, 2) if kind != "ssd" and out[1] == 2 else (1,):
-                found[f"16 rows, out {out}, solve {solve}"] = replace(shipped, out=out, solve=solve)
-    else:
-        for scan in ((16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)):
-            found[f"scan {scan}"] = replace(shipped, scan=scan)
-        for out in ((32, 4, 1), (64, 4, 1), (64, 8, 1), (128, 8, 1)):
-            found[f"out {out}"] = replace(shipped, out=out)
-            if chunk == 128:
-                found[f"128 rows, out {out}"] = replace(shipped, rows=128, out=out)
-        if kind != "ssd":
-            for solve in (2, 4):
-                found[f"solve {solve}"] = replace(shipped, solve=solve)
-    seen: list[Shape] = [shipped]
-    for name, shape in list(found.items())[1:]:
-        if shape in seen or shape.out[0] > value or shape.scan[0] > value:
-            del found[name]
-        seen.append(shape)
-    return found
+def shapes(kind: str, shipped: Shape) -> dict[str, Shape]:
+    """Launch shapes to be timed, by name."""
+    return {"as shipped": shipped}
 
 
 def ours(kind: str, counts: list[int], before: int) -> dict[str, Call]:
     """Calls of one step by the name of their launch shape."""
     total, chunk = sum(counts), SIZES[kind][4]
     given, where = inputs(kind, total), index(counts, before, chunk)
-    pages = int(where[2].max()) + 1
+    kept = stores(kind, int(where[2].max()) + 1)
+    rows = [None if x is None else x if i == 3 else x.to(BF16) for i, x in enumerate(given)]
     calls: dict[str, Call] = {}
-    if kind in gpu_blocks.CONTRACTS:
-        rows = [None if x is None else x if i == 3 else x.to(BF16) for i, x in enumerate(given)]
-        kept = stores(kind, pages, BF16)
-        for name, shape in shapes(kind, total, len(counts)).items():
-            blocks = gpu_blocks.blocks_of(*where[:2], total, chunk, shape)
-            calls[name] = lambda b=blocks, s=shape: gpu_blocks.launch(*rows, *kept, *where, b, s)
-    else:
-        wide, slot = stores(kind, pages, torch.float32), slots_of(*where, chunk)
-        calls["rows fp32"] = lambda: gpu.launch(*given, *wide, *where, slot)
+    shipped = shape_of(total, len(counts), given[2], given[3], chunk)
+    for name, shape in shapes(kind, shipped).items():
+        blocks = gpu_blocks.blocks_of(*where[:2], total, chunk, shape)
+        calls[name] = lambda b=blocks, s=shape: gpu_blocks.launch(*rows, *kept, *where, b, s)
     return calls
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from . import adversarial, cases_attention, cases_gpu, cases_gradient
-from . import cases_blocks as cases_blocks  # registers its own
 from . import cases_moe as cases_moe  # registers its own
 from . import cases_recurrent as cases_recurrent  # registers its own
 from .certify import register_cases, register_stock

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import adversarial
+from . import adversarial, cases_blocks
 from .certify import register_cases, register_stock
 from .contract import Contract
 from .reference import recurrence as definition
@@ -150,6 +150,28 @@ def stock_recurrence(*arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
         new = q[rows], k[rows], v[rows], g[rows], strength
         out[rows], _ = definition.stepwise(*new, state, count)
     return out, u, ends
+
+
+BLOCK_SHAPES = ((32, 1, 2, 32, 48), (64, 1, 2, 128, 128), (128, 1, 4, 128, 64), (16, 2, 2, 20, 33))
+
+
+def recurrence_blocks(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
+    """As ``recurrence``, bf16 rows and pages; decays of pages are running sums."""
+    data, kind = _Data(contract, seed), _kind(contract)
+    for step, shape in enumerate(BLOCK_SHAPES):
+        chunk = shape[0]
+        counts = [1, 3 * chunk + 1, 0, max(chunk - 1, 1), 2 * chunk + 2, 1, 17]
+        before = [0, 0, 5, chunk + 1, chunk, 3 * chunk - 1, chunk - 9]
+        given = list(_paged(data, kind, shape, counts, before, step))
+        for place in (0, 1, 2, 5, 6):
+            given[place] = given[place].to(data.dtype)
+        given[7] = given[7].cumsum(1)
+        for request, positions in enumerate(before):
+            if positions % chunk and kind != "ssd":
+                page = int(given[11][request, positions // chunk])
+                beta = data.uniform(shape[2], positions % chunk)
+                cases_blocks.solve(given[5][page], given[7][page], beta, given[8][page])
+        yield Case(label=f"chunks of {chunk}, {shape[3]} by {shape[4]}", arguments=tuple(given))
 
 
 def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
@@ -354,7 +376,7 @@ def skip(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]
 
 
 for _cases in (
-    recurrence, recurrence_grad, recurrence_stepwise, convolution,
+    recurrence, recurrence_blocks, recurrence_grad, recurrence_stepwise, convolution,
     convolution_grad, gated_rmsnorm, gated_rmsnorm_grad, l2norm, l2norm_grad, decay, decay_grad,
     time_step, time_step_grad,
     discretised, discretised_grad, skip, skip_grad,

@@ -47,10 +47,10 @@ def _copy(new_ptr, pages, row, slot, mask, W, cols):
     tl.store(pages + slot[:, None] * W + cols[None, :], x, mask=fits)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_pages_kernel(
     k_ptr, v_ptr, g_ptr, k_pages, u_pages, g_pages, owner_ptr, ends_ptr, start_ptr, length_ptr,
-    table_ptr, widest, B, HV, KW, VW, C: tl.constexpr, HP: tl.constexpr, COLS: tl.constexpr,
+    table_ptr, widest, B, GW, KW, VW, C: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     live, request, low, begin, stop, shift = _tile(
@@ -59,35 +59,62 @@ def recurrence_pages_kernel(
     if live:
         base = tl.load(table_ptr + request * widest + low // C).to(tl.int64) * C
         first, last = tl.maximum(low, begin), tl.minimum(stop, low + C)
+        cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
         if (begin > low) | (stop < low + C):
-            cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
             for at in range(first, last, 16):
                 p = at + tl.arange(0, 16)
                 mask, row, slot = p < last, p + shift, base + p - low
                 _copy(k_ptr, k_pages, row, slot, mask, KW, cols)
                 _copy(v_ptr, u_pages, row, slot, mask, VW, cols)
-        if tl.program_id(1) == 0:
-            head = tl.arange(0, HP)
-            fits = head < HV
+        if tl.program_id(1) * COLS < GW:
+            fits = cols < GW
             at = base + first - low
-            total = tl.load(g_pages + (at - 1) * HV + head, mask=fits & (first > low), other=0.0)
+            total = tl.load(g_pages + (at - 1) * GW + cols, mask=fits & (first > low), other=0.0)
             for row in range(first, last, 16):
                 ahead = ()
                 for s in tl.static_range(16):  # all before any store: one wait
-                    x = tl.load(
-                        g_ptr + (row + s + shift) * HV + head,
-                        mask=fits & (row + s < last), other=0.0,
-                    )  # fmt: skip
+                    mask = fits & (row + s < last)
+                    x = tl.load(g_ptr + (row + s + shift) * GW + cols, mask=mask, other=0.0)
                     ahead += (x,)
                 for s in tl.static_range(16):
                     total += ahead[s]
-                    tl.store(
-                        g_pages + (base + row + s - low) * HV + head, total,
-                        mask=fits & (row + s < last),
-                    )  # fmt: skip
+                    mask = fits & (row + s < last)
+                    tl.store(g_pages + (base + row + s - low) * GW + cols, total, mask=mask)
 
 
 @triton.jit
+def _reopen(kept, solved, j, old, C: tl.constexpr):
+    """T of the rows before this call, for a chunk that becomes full."""
+    at = j[:, None] * C + j[None, :]
+    mask = (j < old)[:, None] & (j < C)[None, :]
+    tl.store(solved + at, tl.load(kept + at, mask=mask, other=0.0), mask=mask)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _substitute(solved, far, near, beta, at, old, last, C: tl.constexpr, CP: tl.constexpr):
+    """Rows ``at`` to ``at`` + 15 of T from those before; far [16, CP], near [16, 16] = beta B."""
+    j, r = tl.arange(0, CP), tl.arange(0, 16)
+    i, before, own = at + r, j < at, (j < C)[None, :]
+    dtype = far.dtype
+    earlier = tl.load(
+        solved + j[:, None] * C + j[None, :], mask=before[:, None] & own, other=0.0
+    )  # fmt: skip
+    x = tl.where(j[None, :] == i[:, None], 1.0, 0.0) - tl.dot(far, earlier)
+    line = i[:, None] * C + j[None, :]
+    was = tl.load(solved + line, mask=(i < old)[:, None] & own, other=0.0).to(tl.float32)
+    x = tl.where((i < old)[:, None], was, beta[:, None] * x)
+    for s in tl.static_range(15):
+        mine = tl.sum(tl.where((r == s)[:, None], x, 0.0), 0)  # one row, the rest zeros
+        mine = mine.to(dtype).to(tl.float32)
+        factor = tl.sum(tl.where((r == s)[None, :], near, 0.0), 1)  # 0 but below s
+        x = x - factor[:, None] * mine[None, :]
+    new = (i >= old) & (i < last)
+    tl.store(solved + line, x.to(dtype), mask=new[:, None] & own)
+    tl.debug_barrier()  # other threads read these rows from here on
+
+
+@triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_solve_kernel(
     k_ptr, beta_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr, start_ptr,
     length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
@@ -116,10 +143,7 @@ def recurrence_solve_kernel(
         solved = tl.where(stop < low + C, kept, full_ptr + (n.to(tl.int64) * HV + h) * (C * C))
         old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
         if (old > 0) & (stop >= low + C):
-            at = j[:, None] * C + j[None, :]
-            mask = (j < old)[:, None] & (j < C)[None, :]
-            tl.store(solved + at, tl.load(kept + at, mask=mask, other=0.0), mask=mask)
-            tl.debug_barrier()
+            _reopen(kept, solved, j, old, C)
         for at in range(old // 16 * 16, last, 16):
             i = at + r
             new = (i >= old) & (i < last)
@@ -132,33 +156,18 @@ def recurrence_solve_kernel(
             before = j < at
             e = tl.exp2(tl.where(before[None, :], g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
             far = tl.where(before[None, :], tl.dot(k, keys_t) * e, 0.0).to(dtype)
-            earlier = tl.load(
-                solved + j[:, None] * C + j[None, :], mask=before[:, None] & (j < C)[None, :],
-                other=0.0,
-            )  # fmt: skip
-            x = tl.where(j[None, :] == i[:, None], 1.0, 0.0) - tl.dot(far, earlier)
-            line = i[:, None] * C + j[None, :]
-            own = (j < C)[None, :]
-            was = tl.load(solved + line, mask=(i < old)[:, None] & own, other=0.0).to(tl.float32)
-            x = tl.where((i < old)[:, None], was, beta[:, None] * x)
             g_r = tl.load(decays + i * HV, mask=i < last, other=0.0)
             under = (r[:, None] > r[None, :]) & new[:, None]
-            near_e = tl.exp2(tl.where(under, g_i[:, None] - g_r[None, :], 0.0) * LOG2E)
-            near = tl.where(under, tl.dot(k, tl.trans(k)) * near_e, 0.0) * beta[:, None]
-            for s in tl.static_range(15):
-                mine = tl.sum(tl.where((r == s)[:, None], x, 0.0), 0)  # one row, the rest zeros
-                mine = mine.to(dtype).to(tl.float32)
-                factor = tl.sum(tl.where((r == s)[None, :], near, 0.0), 1)  # 0 but below s
-                x = x - factor[:, None] * mine[None, :]
-            tl.store(solved + line, x.to(dtype), mask=new[:, None] & own)
-            tl.debug_barrier()  # other threads read these rows from here on
+            e = tl.exp2(tl.where(under, g_i[:, None] - g_r[None, :], 0.0) * LOG2E)
+            near = tl.where(under, tl.dot(k, tl.trans(k)) * e, 0.0) * beta[:, None]
+            _substitute(solved, far, near, beta, at, old, last, C, CP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["widest"])
 def recurrence_scan_kernel(
     k_ptr, v_ptr, k_pages, u_pages, g_pages, end_pages, full_ptr, ends_ptr, start_ptr, length_ptr,
     table_ptr, widest, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
-    DELTA: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """End states of chunks that become full."""
     request = tl.program_id(2).to(tl.int64)
@@ -194,27 +203,42 @@ def recurrence_scan_kernel(
                 values + h * V + j[:, None] * wide + cols[None, :],
                 mask=(j < C)[:, None] & fits[None, :], other=0.0,
             ).to(tl.float32)  # fmt: skip
-            decays = g_pages + page * C * HV + h
-            g = tl.load(decays + j * HV, mask=j < C, other=0.0)
-            g_last = tl.load(decays + (C - 1) * HV)
             if DELTA:
                 solved = tl.load(
                     full_ptr + ((place + chunk) * HV + h) * (C * C) + j[:, None] * C + j[None, :],
                     mask=(j < C)[:, None] & (j < C)[None, :], other=0.0,
                 )  # fmt: skip
-                u -= tl.exp2(g * LOG2E)[:, None] * tl.dot(k, state.to(dtype))
-                u = tl.dot(solved, u.to(dtype))
-            u = (u * tl.exp2((g_last - g) * LOG2E)[:, None]).to(dtype)
-            state = tl.dot(tl.trans(k), u, state * tl.exp2(g_last * LOG2E))
+            if CHANNELS:
+                decays = g_pages + (page * C * HV + h) * K
+                g = tl.load(
+                    decays + j[:, None] * (HV * K) + d[None, :],
+                    mask=(j < C)[:, None] & (d < K)[None, :], other=0.0,
+                )  # fmt: skip
+                at_last = decays + (C - 1) * HV * K + d
+                g_last = tl.load(at_last, mask=d < K, other=0.0)
+                moved = (k.to(tl.float32) * tl.exp2(g * LOG2E)).to(dtype)
+                u = tl.dot(solved, (u - tl.dot(moved, state.to(dtype))).to(dtype)).to(dtype)
+                k = (k.to(tl.float32) * tl.exp2((g_last[None, :] - g) * LOG2E)).to(dtype)
+                state *= tl.exp2(g_last * LOG2E)[:, None]
+            else:
+                decays = g_pages + page * C * HV + h
+                g = tl.load(decays + j * HV, mask=j < C, other=0.0)
+                g_last = tl.load(decays + (C - 1) * HV)
+                if DELTA:
+                    u -= tl.exp2(g * LOG2E)[:, None] * tl.dot(k, state.to(dtype))
+                    u = tl.dot(solved, u.to(dtype))
+                u = (u * tl.exp2((g_last - g) * LOG2E)[:, None]).to(dtype)
+                state *= tl.exp2(g_last * LOG2E)
+            state = tl.dot(tl.trans(k), u, state)
             tl.store(end_pages + page * HV * K * V + own, state, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_out_kernel(
-    q_ptr, k_ptr, v_ptr, k_pages, u_pages, g_pages, end_pages, open_ptr, full_ptr, owner_ptr,
+    q_ptr, k_ptr, v_ptr, a_ptr, k_pages, u_pages, g_pages, end_pages, open_ptr, full_ptr, owner_ptr,
     ends_ptr, chunk_ends_ptr, start_ptr, length_ptr, table_ptr, o_ptr, widest, B, HK, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, DELTA: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+    CHANNELS: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
 ):  # fmt: skip
     """o fp32 [T, HV, V]."""
     h = tl.program_id(1)
@@ -254,24 +278,39 @@ def recurrence_out_kernel(
             q_ptr + (p + shift)[:, None] * keys_wide + kh + d[None, :],
             mask=new[:, None] & (d < K)[None, :], other=0.0,
         )  # fmt: skip
-        decays = g_pages + page * C * HV + h
-        g_i = tl.load(decays + i * HV, mask=new, other=0.0)
-        g_j = tl.load(decays + j * HV, mask=there, other=0.0)
         reach = new[:, None] & (j[None, :] <= i[:, None])
-        e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
-        a = tl.where(reach, tl.dot(q, tl.trans(k)) * e, 0.0).to(dtype)
-        o = tl.dot(q, state) * tl.exp2(g_i * LOG2E)[:, None]
+        if CHANNELS:
+            decays = g_pages + (page * C * HV + h) * K + d[None, :]
+            g_j = tl.load(
+                decays + j[:, None] * (HV * K), mask=there[:, None] & (d < K)[None, :], other=0.0
+            )
+            g_i = tl.load(
+                decays + i[:, None] * (HV * K), mask=new[:, None] & (d < K)[None, :], other=0.0
+            )
+            a = tl.load(
+                a_ptr + ((p + shift)[:, None] * HV + h) * C + j[None, :], mask=reach, other=0.0
+            )
+            o = tl.dot((q.to(tl.float32) * tl.exp2(g_i * LOG2E)).to(dtype), state)
+        else:
+            decays = g_pages + page * C * HV + h
+            g_i = tl.load(decays + i * HV, mask=new, other=0.0)
+            g_j = tl.load(decays + j * HV, mask=there, other=0.0)
+            e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
+            a = tl.where(reach, tl.dot(q, tl.trans(k)) * e, 0.0).to(dtype)
+            o = tl.dot(q, state) * tl.exp2(g_i * LOG2E)[:, None]
         if DELTA:
             solved_ptr = open_ptr + (page * HV + h) * (2 * K * V)
             place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
-            solved_ptr = tl.where(
-                stop < low + C, solved_ptr, full_ptr + (place * HV + h) * (C * C)
-            )
+            solved_ptr = tl.where(stop < low + C, solved_ptr, full_ptr + (place * HV + h) * (C * C))
             solved = tl.load(
                 solved_ptr + j[:, None] * C + j[None, :], mask=there[:, None] & (j < C)[None, :],
                 other=0.0,
             )  # fmt: skip
-            left = u.to(tl.float32) - tl.exp2(g_j * LOG2E)[:, None] * tl.dot(k, state)
+            if CHANNELS:
+                moved = (k.to(tl.float32) * tl.exp2(g_j * LOG2E)).to(dtype)
+                left = u.to(tl.float32) - tl.dot(moved, state)
+            else:
+                left = u.to(tl.float32) - tl.exp2(g_j * LOG2E)[:, None] * tl.dot(k, state)
             u = tl.dot(solved, left.to(dtype)).to(dtype)
         o = tl.dot(a, u, o)
         tl.store(

@@ -1,7 +1,7 @@
 """Recurrences on matrix units: bf16 rows, chunks side by side, decode with prefill's instructions.
 
-Contracts ``recurrence_blocks.<kind>.bfloat16.sm90.v2`` for ssd and gated_delta (decays per value
-head), chunks of a multiple of 16 rows. Orders and rounding points are in :mod:`.gpu_block_kernels`:
+Contracts ``recurrence_blocks.<kind>.bfloat16.sm90.v2`` for all three kinds, chunks of a multiple
+of 16 rows. Orders and rounding points are in :mod:`.gpu_block_kernels`:
 products of bf16 operands with fp32 sums, as in the chunk kernels of vLLM, whose accuracy it has.
 Pages hold a chunk's k and v in bf16 until it is full, the running sum of its log decays and, where
 its end state will be, the rows of T so far (delta rules); states are fp32. Tiles and warps are
@@ -10,7 +10,7 @@ alone.
 
     o = launch(q, k, v, g, beta, k_pages, v_pages, g_pages, end_pages, start, length, table)
 
-Left out: KDA, whose decays are per channel; a gradient. The reference is the same programs at
+Left out: a gradient. The reference is the same programs at
 another launch shape. Legend: as in :mod:`.gpu_kernels`.
 """
 
@@ -35,20 +35,24 @@ BLOCK = 16
 class Shape:
     """How a step is cut into programs; the bits are the same for all.
 
-    rows: of a tile of outputs, divides the chunk. columns: of the walk over states, and of outputs.
+    rows: of a tile of outputs, divides the chunk. scan, out: columns, warps, stages of these
+    programs. solve: warps.
     """
 
     rows: int
-    scan: tuple[int, int, int] = (32, 4, 2)
-    out: tuple[int, int, int] = (64, 4, 1)
-    solve: int = 1
+    scan: tuple[int, int, int]
+    out: tuple[int, int, int]
+    solve: int
 
 
-def shape_of(tokens: int, requests: int, chunk: int, value: int) -> Shape:
+def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, chunk: int) -> Shape:
     """What is fast on an H200, by numbers that shapes alone give."""
+    channels = g.dim() == 3
+    out, solve = ((64, 8, 1), 4) if channels else ((64, 4, 1), 1)
     if tokens <= 4 * requests:
-        return Shape(rows=BLOCK, scan=(padded(value), 8, 1))
-    return Shape(rows=64 if chunk % 64 == 0 else BLOCK)
+        return Shape(rows=BLOCK, scan=(padded(v.shape[2]), 8, 1), out=out, solve=solve)
+    scan = (32, 8, 1) if channels else (32, 4, 2)
+    return Shape(rows=64 if chunk % 64 == 0 else BLOCK, scan=scan, out=out, solve=solve)
 
 
 Tiles = tuple[Tensor, Tensor]
@@ -95,7 +99,7 @@ def launch(
 
     q, k, v, g = (aligned(each) for each in (q, k, v, g))
     (tokens, key_heads, key), (heads, value), chunk = q.shape, v.shape[1:], k_pages.shape[1]
-    delta = beta is not None
+    delta, channels = beta is not None, g.dim() == 3
     if chunk % BLOCK or (delta and chunk * chunk > 2 * key * value):
         raise ContractError(
             f"chunks of {chunk} rows are no multiple of {BLOCK}, or longer than their end state of "
@@ -105,9 +109,10 @@ def launch(
     if not tokens:
         return o
     requests = length.numel()
-    shape = shape or shape_of(tokens, requests, chunk, value)
+    shape = shape or shape_of(tokens, requests, v, g, chunk)
     (owner, ends), tiles = blocks or blocks_of(query_start, length, tokens, chunk, shape)
     chunks = owner.numel()
+    a = torch.empty(tokens if channels else 0, heads, chunk, dtype=v.dtype, device=q.device)
     full = torch.empty(chunks if delta else 0, heads, chunk, chunk, dtype=v.dtype, device=q.device)
     still_open = end_pages.view(v.dtype)
     index = (query_start, length, table)
@@ -115,25 +120,33 @@ def launch(
     options: dict[str, Any] = {"enable_fp_fusion": False}
     sizes: dict[str, Any] = {"K": key, "V": value, "C": chunk, "CP": padded(chunk)}
     sizes |= {"KP": padded(key)}
-    parts = -(-max(key_heads * key, heads * value) // 256)
-    kernels.recurrence_pages_kernel[(chunks, parts)](
-        k, v, g, k_pages, v_pages, g_pages, *whose, heads, key_heads * key, heads * value,
-        C=chunk, HP=padded(heads), COLS=256, num_warps=4, **options,
+    widest = max(key_heads * key, heads * value, g_pages[0, 0].numel())
+    kernels.recurrence_pages_kernel[(chunks, -(-widest // 256))](
+        k, v, g, k_pages, v_pages, g_pages, *whose, g_pages[0, 0].numel(), key_heads * key,
+        heads * value, C=chunk, COLS=256, num_warps=4, **options,
     )  # fmt: skip
-    if beta is not None:
-        kernels.recurrence_solve_kernel[(heads, chunks)](
-            k, aligned(beta), k_pages, g_pages, still_open, full, *whose, key_heads, heads,
-            **sizes, num_warps=shape.solve, num_stages=1, **options,
+    solve: dict[str, Any] = {"num_warps": shape.solve, "num_stages": 1, **options}
+    where = (*whose, key_heads, heads)
+    if channels and beta is not None:
+        channel_kernels = programs(__package__, "gpu_channel_kernels")
+        channel_kernels.recurrence_solve_channels_kernel[(heads, chunks)](
+            q, k, aligned(beta), a, k_pages, g_pages, still_open, full, *where, **sizes,
+            VEC=4 if sizes["KP"] <= 128 else 8, **solve,
         )  # fmt: skip
+    elif beta is not None:
+        kernels.recurrence_solve_kernel[(heads, chunks)](
+            k, aligned(beta), k_pages, g_pages, still_open, full, *where, **sizes, **solve
+        )
+    sizes |= {"DELTA": delta, "CHANNELS": channels}
     columns, warps, stages = shape.scan
     kernels.recurrence_scan_kernel[(-(-value // columns), heads, requests)](
         k, v, k_pages, v_pages, g_pages, end_pages, full, ends, *index, table.shape[1], key_heads,
-        heads, **sizes, DELTA=delta, BV=columns, num_warps=warps, num_stages=stages, **options,
+        heads, **sizes, BV=columns, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     columns, warps, stages = shape.out
     kernels.recurrence_out_kernel[(-(-value // columns), heads, tiles[0].numel())](
-        q, k, v, k_pages, v_pages, g_pages, end_pages, still_open, full, *tiles, ends, *index, o,
-        table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta, BV=columns, M=shape.rows,
+        q, k, v, a, k_pages, v_pages, g_pages, end_pages, still_open, full, *tiles, ends, *index, o,
+        table.shape[1], requests, key_heads, heads, **sizes, BV=columns, M=shape.rows,
         num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     return o
@@ -155,7 +168,7 @@ def functional(
     shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(o, ends)`` of the call's rows, from copies of the pages: to be proved."""
-    stores = [each.clone() for each in (k_pages, v_pages, g_pages, end_pages)]
+    stores = k_pages.clone(), v_pages.clone(), g_pages.clone(), end_pages.clone()
     chunk = k_pages.shape[1]
     slot = slots_of(query_start, length, table, chunk)
     pages = slot[slot % chunk == chunk - 1] // chunk
@@ -180,7 +193,7 @@ CONTRACTS = {
         functions="ex2.approx of the decay times log2(e)",
         reference="zeromismatch.kernels.recurrence.gpu_blocks:reference",
     )[torch.bfloat16]
-    for kind in ("ssd", "gated_delta")
+    for kind in ("ssd", "gated_delta", "kda")
 }
 
 

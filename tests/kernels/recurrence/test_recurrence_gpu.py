@@ -18,7 +18,7 @@ SIZES = {  # key heads, value heads, key size, value size, chunk
     "ssd": (1, 4, 128, 64, 128),
     "kda": (2, 2, 128, 128, 64),
 }
-BLOCKS = ("gated_delta", "ssd")
+BLOCKS = tuple(gpu_blocks.CONTRACTS)
 OTHER = gpu_blocks.reference.keywords["shape"]
 CASES = [*((kind, True) for kind in BLOCKS), *((kind, False) for kind in SIZES)]
 
@@ -133,10 +133,9 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(kind, blocks):
     start = torch.tensor([0, 4], device="cuda").int()
     length = torch.tensor([rows], device="cuda").int()
     where = (start, length, table)
-    slot, value = slots_of(*where, chunk), SIZES[kind][3]
-    blocks_index = gpu_blocks.blocks_of(
-        start, length, 4, chunk, gpu_blocks.shape_of(4, 1, chunk, value)
-    )
+    slot = slots_of(*where, chunk)
+    shape = gpu_blocks.shape_of(4, 1, given[2], given[3], chunk)
+    blocks_index = gpu_blocks.blocks_of(start, length, 4, chunk, shape)
 
     def call():
         if blocks:
