@@ -257,7 +257,7 @@ def recurrence_out_kernel(
         state = tl.load(
             end_pages + (before * HV + h) * (K * V) + d[:, None] * V + cols[None, :],
             mask=(d < K)[:, None] & fits[None, :] & (low > 0), other=0.0,
-        ).to(dtype)  # fmt: skip
+        )  # fmt: skip
         fresh, row = begin <= low, low + shift
         keys_wide, wide = HK * K, HV * V
         kh = h // (HV // HK) * K
@@ -272,6 +272,14 @@ def recurrence_out_kernel(
             values + h * V + j[:, None] * wide + cols[None, :],
             mask=there[:, None] & fits[None, :], other=0.0,
         )  # fmt: skip
+        if DELTA:
+            solved_ptr = open_ptr + (page * HV + h) * (2 * K * V)
+            place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
+            solved_ptr = tl.where(stop < low + C, solved_ptr, full_ptr + (place * HV + h) * (C * C))
+            solved = tl.load(
+                solved_ptr + j[:, None] * C + j[None, :], mask=there[:, None] & (j < C)[None, :],
+                other=0.0,
+            )  # fmt: skip
         p = position + r
         i, new = p - low, (p >= begin) & (p < stop)
         q = tl.load(
@@ -290,22 +298,17 @@ def recurrence_out_kernel(
             a = tl.load(
                 a_ptr + ((p + shift)[:, None] * HV + h) * C + j[None, :], mask=reach, other=0.0
             )
+            state = state.to(dtype)
             o = tl.dot((q.to(tl.float32) * tl.exp2(g_i * LOG2E)).to(dtype), state)
         else:
             decays = g_pages + page * C * HV + h
             g_i = tl.load(decays + i * HV, mask=new, other=0.0)
             g_j = tl.load(decays + j * HV, mask=there, other=0.0)
+            state = state.to(dtype)
             e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
             a = tl.where(reach, tl.dot(q, tl.trans(k)) * e, 0.0).to(dtype)
             o = tl.dot(q, state) * tl.exp2(g_i * LOG2E)[:, None]
         if DELTA:
-            solved_ptr = open_ptr + (page * HV + h) * (2 * K * V)
-            place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
-            solved_ptr = tl.where(stop < low + C, solved_ptr, full_ptr + (place * HV + h) * (C * C))
-            solved = tl.load(
-                solved_ptr + j[:, None] * C + j[None, :], mask=there[:, None] & (j < C)[None, :],
-                other=0.0,
-            )  # fmt: skip
             if CHANNELS:
                 moved = (k.to(tl.float32) * tl.exp2(g_j * LOG2E)).to(dtype)
                 left = u.to(tl.float32) - tl.dot(moved, state)

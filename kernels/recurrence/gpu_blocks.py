@@ -35,8 +35,8 @@ BLOCK = 16
 class Shape:
     """How a step is cut into programs; the bits are the same for all.
 
-    rows: of a tile of outputs, divides the chunk. scan, out: columns, warps, stages of these
-    programs. solve: warps.
+    rows: of a tile of outputs, divides the chunk. scan: columns, warps, stages of its programs.
+    out: columns, warps, registers of a thread at most (0: no bound). solve: warps.
     """
 
     rows: int
@@ -48,7 +48,7 @@ class Shape:
 def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, chunk: int) -> Shape:
     """What is fast on an H200, by numbers that shapes alone give."""
     channels = g.dim() == 3
-    out, solve = ((64, 8, 1), 4) if channels else ((64, 4, 1), 1)
+    out, solve = ((64, 8, 0), 4) if channels else ((64, 4, 0), 1)
     if tokens <= 4 * requests:
         return Shape(rows=BLOCK, scan=(padded(v.shape[2]), 8, 1), out=out, solve=solve)
     scan = (32, 8, 1) if channels else (32, 4, 2)
@@ -143,11 +143,12 @@ def launch(
         k, v, k_pages, v_pages, g_pages, end_pages, full, ends, *index, table.shape[1], key_heads,
         heads, **sizes, BV=columns, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
-    columns, warps, stages = shape.out
+    columns, warps, registers = shape.out
+    options |= {"maxnreg": registers} if registers else {}
     kernels.recurrence_out_kernel[(-(-value // columns), heads, tiles[0].numel())](
         q, k, v, a, k_pages, v_pages, g_pages, end_pages, still_open, full, *tiles, ends, *index, o,
         table.shape[1], requests, key_heads, heads, **sizes, BV=columns, M=shape.rows,
-        num_warps=warps, num_stages=stages, **options,
+        num_warps=warps, num_stages=1, **options,
     )  # fmt: skip
     return o
 
@@ -176,7 +177,7 @@ def functional(
     return o, stores[3][pages]
 
 
-reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 1, 1), out=(16, 1, 1), solve=2))
+reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 1, 1), out=(16, 1, 0), solve=2))
 
 CONTRACTS = {
     kind: register_gpu(
