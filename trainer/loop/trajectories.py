@@ -13,7 +13,7 @@ import hashlib
 import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import torch
@@ -206,7 +206,10 @@ def part_of(batch: Batch, first: int, last: int) -> Batch:
 
 def to_json(trajectory: Trajectory) -> dict[str, Any]:
     """Plain values; the same trajectory comes back from :func:`from_json`."""
-    return asdict(trajectory)
+    values = {each.name: getattr(trajectory, each.name) for each in fields(trajectory)}
+    prompt = trajectory.prompt
+    values["prompt"] = {each.name: getattr(prompt, each.name) for each in fields(prompt)}
+    return values
 
 
 def from_json(values: Mapping[str, Any]) -> Trajectory:

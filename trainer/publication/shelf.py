@@ -190,7 +190,8 @@ class Shelf:
         """How many slots there are, settled by the first version."""
         if not self._wanted:
             return
-        free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
+        on_gpu = device.type == "cuda"
+        free = torch.cuda.mem_get_info(device)[0] if on_gpu else _free_memory()
         self.slots = max(self.slots, min(self._wanted, free // 4 // max(1, nbytes)))
         self._wanted = 0
 
@@ -244,6 +245,11 @@ def remove_cards(folder: Path) -> None:
     """What an earlier run announced is gone with it."""
     for file in folder.glob(f"*{SUFFIX}"):
         file.unlink(missing_ok=True)
+
+
+def _free_memory() -> int:
+    """Bytes of the processor's memory that nobody uses."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _share(flat: Tensor) -> Handle:

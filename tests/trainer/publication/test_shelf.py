@@ -55,6 +55,17 @@ def test_what_is_put_is_what_a_reader_installs(shelf: Shelf, tmp_path: Path) -> 
     assert all(bits.equal(tensors[name], new) for name, new in weights(2.0).items())
 
 
+def test_as_many_versions_stay_as_are_wanted_and_as_there_is_room_for(tmp_path: Path) -> None:
+    for wanted in (9, 10**15):
+        shelf = Shelf(tmp_path, wanted=wanted)
+        for version in range(12):
+            shelf.put(weights(1.0), version)
+        present = [version for version in range(12) if shelved(tmp_path, version) is not None]
+        assert present == ([*range(3, 12)] if wanted == 9 else [*range(12)])
+        assert 9 <= shelf.slots < 10**15
+        shelf.close()
+
+
 def test_a_slot_is_withdrawn_before_it_is_used_again(shelf: Shelf, tmp_path: Path) -> None:
     first = shelf.put(weights(1.0), 1)
     later = range(2, shelf.slots + 2)
