@@ -22,6 +22,7 @@ from .accumulation import chain_of
 from .contract import Contract
 from .cpu.register import covering
 from .dispatch import choose
+from .errors import ContractError
 
 Contracts = Mapping[torch.dtype, Contract]
 
@@ -49,6 +50,11 @@ class RowOperator:
         given = [x.contiguous() if isinstance(x, Tensor) else x for x in arguments]
         tensors = given[: self.tensors]
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors):
+            if given[self.by].dtype not in self.gradient:
+                raise ContractError(
+                    f"no contract covers the gradient of {self.name} in {given[self.by].dtype}; "
+                    "convert to float32 or bfloat16, or wrap the forward in torch.no_grad()"
+                )
             return _Recorded.apply(self, *given)
         return self.run(*given)
 
