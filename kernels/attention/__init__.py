@@ -126,27 +126,30 @@ def paged_attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
     contract: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend ``q [T, H, D]`` over keys already written to the cache; ``[T, H, D]``, no autograd.
 
     window: a query sees its last ``window`` positions, itself included. softcap: scores become
     ``cap * tanh(score / cap)``. sinks: fp32 ``[H]``, a score without a value for each head.
     contract: a plan's choice among those of this dtype and device; None is the first of them.
+    out: contiguous ``[T, H, D]`` to write, which is returned.
     """
     if cache.k.is_cuda:
         return gpu.paged_attention(
             q, cache, batch, scale=scale, window=window, softcap=softcap, sinks=sinks,
-            contract=contract,
+            contract=contract, out=out,
         )  # fmt: skip
     _check_contract(contract, q)
     _check(q, cache.kv_heads, cache.head_dim, cache.k.dtype, batch.slot.numel())
     settings = _settings(scale, window, softcap)
     run = choose(covering(cpu.CONTRACTS, q).id).run
-    out, _, _ = run(
+    found, _, _ = run(
         _rows(q), cache.k, cache.v, batch.query_start, batch.kv_len, batch.block_table, *settings,
         _sinks(sinks, q),
     )
-    return out[..., : cache.head_dim]
+    found = found[..., : cache.head_dim]
+    return found if out is None else out.copy_(found)
 
 
 def packed_attention(

@@ -87,10 +87,11 @@ def paged_forward(
     index: tuple[Tensor, Tensor, Tensor],
     work: Work,
     settings: tuple[float, int, float, Tensor | None],
+    out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(o [T, H, D], lse [H, T]); index: query_start, kv_len, block_table."""
+    """(o [T, H, D], lse [H, T]); index: query_start, kv_len, block_table. out: contiguous o."""
     q = aligned(q)
-    o = torch.empty_like(q)
+    o = torch.empty_like(q) if out is None else out
     lse = torch.empty(q.shape[1], q.shape[0], device=q.device)
     if q.numel() and work.tiles:
         walk(q, k_cache, v_cache, o, lse, index, None, work.walk_start, work.tiles, settings)
@@ -321,11 +322,12 @@ def paged_attention(
     sinks: Tensor | None = None,
     work: Work | None = None,
     contract: str | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attend ``q [T, H, D]`` over keys already written to the cache; no autograd.
 
     work: from :func:`schedule`; by default made at the batch's first layer and kept with it.
-    contract: None is our own; :mod:`.gpu_flash3` has another.
+    contract: None is our own; :mod:`.gpu_flash3` has another. out: contiguous, is returned.
     """
     _check(q, cache.kv_heads, cache.head_dim, cache.k.dtype)
     scale, window, softcap, sinks = _settings(q, scale, window, softcap, sinks)
@@ -333,7 +335,15 @@ def paged_attention(
     if _adopted(contract, q.dtype):
         flash3.check(q, (scale, window, softcap, sinks))
         index = (batch.query_start, batch.kv_len, batch.block_table)
-        return flash3.paged_op(q.detach(), cache.k, cache.v, *index, work.tiles, work.few, scale)
+        o = flash3.paged_op(q.detach(), cache.k, cache.v, *index, work.tiles, work.few, scale)
+        return o if out is None else out.copy_(o)
+    if out is not None:
+        _certified(q.dtype, "triton-paged")
+        _certified(q.dtype, "triton-alone")
+        index = (batch.query_start, batch.kv_len, batch.block_table)
+        settings = (scale, window, softcap, sinks)
+        paged_forward(q, cache.k, cache.v, index, work, settings, out)
+        return tapped("attention", out)
     return paged_attention_op(
         q.detach(),
         cache.k,

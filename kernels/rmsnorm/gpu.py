@@ -59,13 +59,17 @@ def forward(
     *,
     wide: bool = False,
 ) -> Any:
-    """y of [M, H]; with a residual ``(y, s)``, s = round(x + residual). wide: one rounding."""
+    """y of [M, H]; with a residual ``(y, s)``, s = round(x + residual). wide: one rounding.
+
+    x may be [T, N, H], N heads inside wider rows: y is [T N, H].
+    """
     gpu_kernels = programs(__package__, "gpu_kernels")
 
-    x, weight = aligned(x), aligned(weight)
+    inside = {"pitch": x.stride(0), "HEADS": x.shape[1]} if x.dim() == 3 else {}
+    x, weight = x if inside else aligned(x), aligned(weight)
     residual = None if residual is None else aligned(residual)
-    rows, width = x.shape
-    y = torch.empty_like(x)
+    rows, width = x.numel() // max(1, x.shape[-1]), x.shape[-1]
+    y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     s = y if residual is None else torch.empty_like(x)
     if rows:
         shape = _shape(width, x.dtype)
@@ -85,6 +89,7 @@ def forward(
             RESIDUAL=residual is not None,
             OFFSET=2 if wide else int(unit_offset),
             enable_fp_fusion=False,
+            **inside,
         )
     return y if residual is None else (y, s)
 
@@ -229,6 +234,17 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, unit_offset: bool = False)
     _check(x, None, weight)
     rows = x.reshape(-1, x.shape[-1])
     return rmsnorm_op(rows, None, weight, float(eps), unit_offset)[0].view(x.shape)
+
+
+def rmsnorm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """:func:`rmsnorm` of ``x[T, N, H]``, read where it lies in wider rows; no autograd."""
+    _check(x, None, weight)
+    run = choose(serving(CONTRACTS, "rmsnorm", x.dtype)).run
+    width, step = x.shape[-1], 16 // x.element_size()
+    readable = x.stride()[1:] == (width, 1) and not (x.stride(0) % step or x.data_ptr() % 16)
+    where_it_lies = run is forward and readable and width * x.element_size() <= _IN_REGISTERS
+    y = run(x if where_it_lies else x.reshape(-1, width), weight, float(eps), False, None)
+    return tapped("rmsnorm", y).view(x.shape)
 
 
 def rmsnorm_residual(

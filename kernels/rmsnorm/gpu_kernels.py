@@ -102,16 +102,21 @@ def rmsnorm_row_kernel(
     R: tl.constexpr,
     RESIDUAL: tl.constexpr,
     OFFSET: tl.constexpr,
+    pitch=0,
+    HEADS: tl.constexpr = 0,
 ):
-    """R rows per program, held in registers."""
+    """R rows per program, held in registers. HEADS: of x, inside rows that are ``pitch`` apart."""
     rows = (tl.program_id(0) * R + tl.arange(0, R)).to(tl.int64)
+    begin = rows * H
+    if HEADS:
+        begin = rows // HEADS * pitch + rows % HEADS * H
     dtype = y_ptr.dtype.element_ty
     N: tl.constexpr = (H + W - 1) // W
     kept = ()
     for i in tl.static_range(N):
         cols = i * W + tl.arange(0, W)
         mask = (rows < M)[:, None] & (cols < H)[None, :]
-        at = rows[:, None] * H + cols[None, :]
+        at = begin[:, None] + cols[None, :]
         x = tl.load(x_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
         if RESIDUAL:
             other = tl.load(residual_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")

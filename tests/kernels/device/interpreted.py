@@ -92,6 +92,16 @@ def norms(x: torch.Tensor, w: torch.Tensor, dy: torch.Tensor) -> None:
         near(mine, true, 1e-5)
 
 
+def heads_where_they_lie() -> None:
+    """Heads inside wider rows, at an offset: the bits of a contiguous copy."""
+    for width, first in ((64, 128), (300, 8)):
+        fused, w = torch.randn(7, 5 * width + 16), torch.randn(width)
+        x = fused[:, first : first + 3 * width].unflatten(1, (3, width))
+        assert not x.is_contiguous()
+        y = rmsnorm.forward(x, w, 1e-6)
+        assert bits.equal(y, rmsnorm.forward(x.reshape(-1, width), w, 1e-6))
+
+
 def norm_chain() -> None:
     """dw by blocks of rows: continued at a block's edge, it has the whole's bits."""
     own = rmsnorm.DW_ROWS
@@ -109,6 +119,7 @@ def norm_chain() -> None:
 
 def row_operators() -> None:
     norm_chain()
+    heads_where_they_lie()
     for width in (100, 300):
         norms(torch.randn(37, width), torch.randn(width), torch.randn(37, width))
     x, dy = torch.randn(11, 300), torch.randn(11, 300)

@@ -112,6 +112,7 @@ def row_operators():
     x, w = torch.zeros(8, 2048, dtype=BF16), torch.zeros(2048, dtype=BF16)
     rmsnorm.forward(x, w, 1e-6)
     rmsnorm.forward(x, w, 1e-6, True, x.clone())
+    rmsnorm.forward(x[:, 64:192].unflatten(1, (2, 64)), w[:64], 1e-6)
     rmsnorm.backward(x, x.clone(), w, 1e-6, False, x.clone())
     cos = torch.zeros(8, 128)
     rotary.rotate(x.view(8, 16, 128), cos, cos.clone())

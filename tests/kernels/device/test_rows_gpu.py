@@ -54,6 +54,17 @@ def test_rmsnorm_equals_its_definition(dtype, width, offset):
     assert bits.equal(y, rmsnorm.reference(s, w, 1e-6, offset))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "heads", "first"), [(128, 16, 0), (128, 8, 2048), (64, 9, 4)])
+def test_heads_are_normed_where_they_lie_in_wider_rows(dtype, width, heads, first):
+    fused, w = rows(37, width * heads + 4096, dtype), rows(1, width, dtype, 1)[0]
+    x = fused[:, first : first + heads * width].unflatten(1, (heads, width))
+    out = rmsnorm.rmsnorm_heads(x, w, 1e-6)
+    assert out.is_contiguous()
+    expected = rmsnorm.reference(x.reshape(-1, width), w, 1e-6)
+    assert bits.equal(out.view(-1, width), expected)
+
+
 @pytest.mark.parametrize(("dtype", "rtol"), [(torch.bfloat16, 2e-2), (torch.float32, 1e-4)])
 def test_rmsnorm_gradients(dtype, rtol):
     x, r, w = (

@@ -230,8 +230,9 @@ class AlignedImpl(AttentionImpl):
         rows, batch = attn_metadata.rows, attn_metadata.batch
         cache = self.halves(kv_cache)
         write_kv(cache, key[:rows], value[:rows], batch.slot)
-        output[:rows] = paged_attention(query[:rows], cache, batch, scale=self.scale)
-        tapped("attention", output[:rows], layer=layer.layer_name)
+        out = output[:rows].view(query[:rows].shape)
+        paged_attention(query[:rows], cache, batch, scale=self.scale, out=out)
+        tapped("attention", out, layer=layer.layer_name)
         return output
 
     def halves(self, kv_cache: Tensor) -> Any:

@@ -22,6 +22,7 @@ from ....kernels.gated import silu_mul
 from ....kernels.linear import linear
 from ....kernels.logprob import lm_head
 from ....kernels.rmsnorm import rmsnorm, rmsnorm_residual
+from ....kernels.rmsnorm.gpu import rmsnorm_heads
 from ....kernels.rotary import apply_rotary
 from .graph_tap import tapped
 
@@ -72,7 +73,8 @@ def _lm_head_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    y = rmsnorm(x, weight, eps)
+    heads = x.dim() == 3 and x.is_cuda  # queries or keys inside the rows of a fused projection
+    y = rmsnorm_heads(x, weight, eps) if heads else rmsnorm(x, weight, eps)
     tapped("norm", y, weight)
     return y
 
