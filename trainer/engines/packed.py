@@ -29,7 +29,6 @@ from .base import Observer, Request, Run, Sample, Scenario, Schedule, Slice, Sta
 from .environment import describe_engine
 from .replay import forced_rows
 from .rows import (
-    Target,
     base_model,
     known_targets,
     last_of_each,
@@ -38,8 +37,6 @@ from .rows import (
     row_tokens,
     score,
     score_temperature,
-    take_rows,
-    temperatures,
 )
 from .schedules import build_schedule
 from .stock_attention import stock_attention
@@ -162,7 +159,7 @@ class PackedEngine:
         """
         if temperature is not None and not temperature > 0:
             raise UsageError(f"temperature is {temperature}; use a number above 0")
-        if not self.scored(requests):
+        if not any(map(_scored_of, requests)):
             raise UsageError("no token can be scored; give requests of two tokens or more")
         batches = self.micro_batches(requests, max_rows=max_rows)
         return torch.cat([self._logprobs(batch, temperature) for batch in batches])
@@ -185,9 +182,7 @@ class PackedEngine:
     def scored(self, requests: Sequence[Request]) -> list[tuple[str, int]]:
         """(request, position) of each scored token: the sampled ones; all where none is marked."""
         return [
-            (target.request, target.position)
-            for request in requests
-            for target in _training_targets([request])
+            (request.id, position) for request in requests for position in _scored_of(request)
         ]
 
     def micro_batches(
@@ -229,11 +224,18 @@ class PackedEngine:
     def _rows_of(self, batch: Sequence[Request]) -> tuple[Tensor, Tensor, Tensor]:
         """What predicts each scored token [N, D], the token [N] and its temperature [N]."""
         step = Step(slices=tuple(Slice(request=r.id, start=0, stop=len(r.tokens)) for r in batch))
-        places = _training_targets(batch)
+        rows, tokens, at, first = list[int](), list[int](), list[float](), 0
+        for request in batch:
+            positions = _scored_of(request)
+            rows += [first + position - 1 for position in positions]
+            tokens += [request.tokens[position] for position in positions]
+            at += [score_temperature(request.sampling)] * len(positions)
+            first += len(request.tokens)
+        device = self.loaded.device  # copies wait for the device: so before the forward
+        index, targets = torch.tensor([rows, tokens], dtype=torch.int64, device=device)
+        divisors = torch.tensor(at, dtype=torch.float32, device=device)
         hidden = self._hidden(step, {request.id: request for request in batch})
-        device = hidden.device
-        tokens = torch.tensor([t.token for t in places], dtype=torch.int64, device=device)
-        return take_rows(hidden, places), tokens, temperatures(places, device)
+        return hidden[index], targets, divisors
 
     def _hidden(self, step: Step, requests: Mapping[str, Request]) -> Tensor:
         """Final hidden states [T, H] of a step; padding rows form a sequence of their own."""
@@ -271,22 +273,8 @@ def _whole_steps(schedule: Schedule) -> Iterator[Step]:
         yield event
 
 
-def _training_targets(batch: Sequence[Request]) -> list[Target]:
-    """Sampled tokens of packed requests (position 1 and up); all tokens where none is marked."""
-    targets: list[Target] = []
-    first = 0
-    for request in batch:
-        marked = request.sampled_mask if True in request.sampled_mask else None
-        for position in range(1, len(request.tokens)):
-            if marked is None or marked[position]:
-                targets.append(
-                    Target(
-                        row=first + position - 1,
-                        request=request.id,
-                        position=position,
-                        token=request.tokens[position],
-                        temperature=score_temperature(request.sampling),
-                    )
-                )
-        first += len(request.tokens)
-    return targets
+def _scored_of(request: Request) -> list[int]:
+    """Positions of the sampled tokens (1 and up); of all tokens where none is marked."""
+    if True in request.sampled_mask:
+        return [p for p, sampled in enumerate(request.sampled_mask) if sampled and p]
+    return list(range(1, len(request.tokens)))
