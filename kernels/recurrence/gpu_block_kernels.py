@@ -12,8 +12,9 @@ o = w (q S) + A U, a_ij = e_ij (q_i . k_j). Without a delta rule U is v.
 
 A row's T needs the rows before it alone: decode computes one row of T, R, U and o with prefill's
 instructions. Operands of products are bf16 (S, T, R, U, a, e U rounded), sums fp32, K ascending.
-Rows of a chunk that begins in the call are read from it, of others from pages. T of a chunk that
-becomes full lies in scratch, else where its end state will be.
+Pages keep k, G and R (v without a delta rule) of the rows of an open chunk, and T where its end
+state will be; T of a chunk that becomes full lies in scratch. ``recurrence_replay_kernel`` is the
+third program for few new rows: the R of earlier rows is read, not made again.
 
 Legend: as in :mod:`.gpu_kernels`; C a multiple of 16, M rows of a tile, one of a chunk's parts.
 """
@@ -50,7 +51,7 @@ def _copy(new_ptr, pages, row, slot, mask, W, cols):
 @triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_pages_kernel(
     k_ptr, v_ptr, g_ptr, k_pages, u_pages, g_pages, owner_ptr, ends_ptr, start_ptr, length_ptr,
-    table_ptr, widest, B, GW, KW, VW, C: tl.constexpr, COLS: tl.constexpr,
+    table_ptr, widest, B, GW, KW, VW, C: tl.constexpr, DELTA: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     live, request, low, begin, stop, shift = _tile(
@@ -65,7 +66,8 @@ def recurrence_pages_kernel(
                 p = at + tl.arange(0, 16)
                 mask, row, slot = p < last, p + shift, base + p - low
                 _copy(k_ptr, k_pages, row, slot, mask, KW, cols)
-                _copy(v_ptr, u_pages, row, slot, mask, VW, cols)
+                if not DELTA:
+                    _copy(v_ptr, u_pages, row, slot, mask, VW, cols)
         if tl.program_id(1) * COLS < GW:
             fits = cols < GW
             at = base + first - low
@@ -116,11 +118,14 @@ def _substitute(solved, far, near, beta, at, old, last, C: tl.constexpr, CP: tl.
 
 @triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_solve_kernel(
-    k_ptr, beta_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr, start_ptr,
-    length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    CP: tl.constexpr, KP: tl.constexpr,
+    q_ptr, k_ptr, beta_ptr, a_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr,
+    start_ptr, length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """New rows of T, C columns each, bf16: into ``full`` [n, HV, C, C] or ``open``, end pages."""
+    """New rows of T, C columns each, bf16: into ``full`` [n, HV, C, C] or ``open``, end pages.
+
+    AHEAD: those of a [T, HV, C] too, bf16.
+    """
     n = tl.program_id(1)
     h = tl.program_id(0)
     live, request, low, begin, stop, shift = _tile(
@@ -160,6 +165,16 @@ def recurrence_solve_kernel(
             under = (r[:, None] > r[None, :]) & new[:, None]
             e = tl.exp2(tl.where(under, g_i[:, None] - g_r[None, :], 0.0) * LOG2E)
             near = tl.where(under, tl.dot(k, tl.trans(k)) * e, 0.0) * beta[:, None]
+            if AHEAD:
+                q = tl.load(
+                    q_ptr + (low + shift + i)[:, None] * wide + h // (HV // HK) * K + d[None, :],
+                    mask=new[:, None] & (d < K)[None, :], other=0.0,
+                )  # fmt: skip
+                reach = new[:, None] & (j[None, :] <= i[:, None])
+                e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
+                a = (tl.dot(q, keys_t) * e).to(dtype)
+                to = a_ptr + ((low + shift + i)[:, None] * HV + h) * C + j[None, :]
+                tl.store(to, a, mask=reach)
             _substitute(solved, far, near, beta, at, old, last, C, CP)
 
 
@@ -198,10 +213,14 @@ def recurrence_scan_kernel(
                 keys + h // (HV // HK) * K + j[:, None] * keys_wide + d[None, :],
                 mask=(j < C)[:, None] & (d < K)[None, :], other=0.0,
             )  # fmt: skip
-            values = tl.where(fresh, v_ptr + row * wide, u_pages + page * C * wide)
+            old = begin - low
+            at = h * V + j[:, None] * wide + cols[None, :]
+            inside = (j < C)[:, None] & fits[None, :]
             u = tl.load(
-                values + h * V + j[:, None] * wide + cols[None, :],
-                mask=(j < C)[:, None] & fits[None, :], other=0.0,
+                v_ptr + row * wide + at, mask=inside & (j >= old)[:, None], other=0.0
+            ).to(tl.float32)  # fmt: skip
+            held = tl.load(
+                u_pages + page * C * wide + at, mask=inside & (j < old)[:, None], other=0.0
             ).to(tl.float32)  # fmt: skip
             if DELTA:
                 solved = tl.load(
@@ -217,7 +236,9 @@ def recurrence_scan_kernel(
                 at_last = decays + (C - 1) * HV * K + d
                 g_last = tl.load(at_last, mask=d < K, other=0.0)
                 moved = (k.to(tl.float32) * tl.exp2(g * LOG2E)).to(dtype)
-                u = tl.dot(solved, (u - tl.dot(moved, state.to(dtype))).to(dtype)).to(dtype)
+                u -= tl.dot(moved, state.to(dtype))
+                u = tl.where((j < old)[:, None], held, u).to(dtype)
+                u = tl.dot(solved, u).to(dtype)
                 k = (k.to(tl.float32) * tl.exp2((g_last[None, :] - g) * LOG2E)).to(dtype)
                 state *= tl.exp2(g_last * LOG2E)[:, None]
             else:
@@ -226,6 +247,8 @@ def recurrence_scan_kernel(
                 g_last = tl.load(decays + (C - 1) * HV)
                 if DELTA:
                     u -= tl.exp2(g * LOG2E)[:, None] * tl.dot(k, state.to(dtype))
+                u = tl.where((j < old)[:, None], held, u)
+                if DELTA:
                     u = tl.dot(solved, u.to(dtype))
                 u = (u * tl.exp2((g_last - g) * LOG2E)[:, None]).to(dtype)
                 state *= tl.exp2(g_last * LOG2E)
@@ -267,11 +290,11 @@ def recurrence_out_kernel(
             keys + kh + j[:, None] * keys_wide + d[None, :],
             mask=there[:, None] & (d < K)[None, :], other=0.0,
         )  # fmt: skip
-        values = tl.where(fresh, v_ptr + row * wide, u_pages + page * C * wide)
-        u = tl.load(
-            values + h * V + j[:, None] * wide + cols[None, :],
-            mask=there[:, None] & fits[None, :], other=0.0,
-        )  # fmt: skip
+        old = begin - low
+        inside, earlier = there[:, None] & fits[None, :], (j < old)[:, None]
+        rows_at = h * V + j[:, None] * wide + cols[None, :]
+        u = tl.load(v_ptr + row * wide + rows_at, mask=inside & (j >= old)[:, None], other=0.0)
+        held = tl.load(u_pages + page * C * wide + rows_at, mask=inside & earlier, other=0.0)
         if DELTA:
             solved_ptr = open_ptr + (page * HV + h) * (2 * K * V)
             place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
@@ -314,9 +337,91 @@ def recurrence_out_kernel(
                 left = u.to(tl.float32) - tl.dot(moved, state)
             else:
                 left = u.to(tl.float32) - tl.exp2(g_j * LOG2E)[:, None] * tl.dot(k, state)
-            u = tl.dot(solved, left.to(dtype)).to(dtype)
+            u = tl.where(earlier, held, left.to(dtype))
+            mine = (j >= old) & (low + j >= position) & (low + j < position + M)
+            keep = inside & mine[:, None] & (stop < low + C)
+            tl.store(u_pages + page * C * wide + rows_at, u, mask=keep)
+            u = tl.dot(solved, u).to(dtype)
+        else:
+            u = tl.where(earlier, held, u)
         o = tl.dot(a, u, o)
         tl.store(
             o_ptr + ((p + shift)[:, None] * HV + h) * V + cols[None, :], o,
             mask=new[:, None] & fits[None, :],
         )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["widest", "B"])
+def recurrence_replay_kernel(
+    q_ptr, k_ptr, v_ptr, a_ptr, u_pages, g_pages, end_pages, open_ptr, full_ptr, owner_ptr,
+    ends_ptr, start_ptr, length_ptr, table_ptr, o_ptr, widest, B, HK, HV, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, CHANNELS: tl.constexpr, KP: tl.constexpr,
+    BV: tl.constexpr,
+):  # fmt: skip
+    """o fp32 [T, HV, V] of delta rules, 16 new rows of a chunk at once, with a made ahead."""
+    h = tl.program_id(1)
+    n = tl.program_id(2)
+    live, request, low, begin, stop, shift = _tile(
+        n, owner_ptr, ends_ptr, start_ptr, length_ptr, B, C
+    )
+    if live:
+        dtype = v_ptr.dtype.element_ty
+        table = table_ptr + request * widest + low // C
+        before = tl.load(table - 1, mask=low > 0, other=0).to(tl.int64)
+        page = tl.load(table).to(tl.int64)
+        cols = tl.program_id(0) * BV + tl.arange(0, BV)
+        d, j, r = tl.arange(0, KP), tl.arange(0, CP), tl.arange(0, 16)
+        fits, whole = cols < V, (d < K)[None, :]
+        state = tl.load(
+            end_pages + (before * HV + h) * (K * V) + d[:, None] * V + cols[None, :],
+            mask=(d < K)[:, None] & fits[None, :] & (low > 0), other=0.0,
+        )  # fmt: skip
+        old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
+        open_now = stop < low + C
+        wide, keys_wide, kh = HV * V, HK * K, h // (HV // HK) * K
+        kept = u_pages + page * C * wide + h * V + cols[None, :]
+        left = tl.load(
+            kept + j[:, None] * wide, mask=(j < old)[:, None] & fits[None, :], other=0.0
+        )
+        solved_ptr = tl.where(
+            open_now, open_ptr + (page * HV + h) * (2 * K * V),
+            full_ptr + (n.to(tl.int64) * HV + h) * (C * C),
+        )  # fmt: skip
+        solved = tl.load(
+            solved_ptr + j[:, None] * C + j[None, :], mask=(j < last)[:, None] & (j < C)[None, :],
+            other=0.0,
+        )  # fmt: skip
+        for at in range(old, last, 16):
+            i = at + r
+            new = (i < last)[:, None]
+            row = (low + shift + i)[:, None]
+            k = tl.load(k_ptr + row * keys_wide + kh + d[None, :], mask=new & whole, other=0.0)
+            q = tl.load(q_ptr + row * keys_wide + kh + d[None, :], mask=new & whole, other=0.0)
+            v = tl.load(
+                v_ptr + row * wide + h * V + cols[None, :], mask=new & fits[None, :], other=0.0
+            ).to(tl.float32)
+            a = tl.load(
+                a_ptr + (row * HV + h) * C + j[None, :], mask=new & (j[None, :] <= i[:, None]),
+                other=0.0,
+            )  # fmt: skip
+            if CHANNELS:
+                decays = g_pages + (page * C * HV + h) * K
+                at_i = i[:, None] * (HV * K) + d[None, :]
+                g = tl.load(decays + at_i, mask=new & whole, other=0.0)
+                w = tl.exp2(g * LOG2E)
+                narrow = state.to(dtype)
+                v -= tl.dot((k.to(tl.float32) * w).to(dtype), narrow)
+                o = tl.dot((q.to(tl.float32) * w).to(dtype), narrow)
+            else:
+                g = tl.load(g_pages + (page * C + i) * HV + h, mask=i < last, other=0.0)
+                w = tl.exp2(g * LOG2E)[:, None]
+                narrow = state.to(dtype)
+                v -= w * tl.dot(k, narrow)
+                o = tl.dot(q, narrow) * w
+            fresh = v.to(dtype)
+            tl.store(kept + i[:, None] * wide, fresh, mask=new & fits[None, :] & open_now)
+            here = (j[:, None] == i[None, :]) & (i < last)[None, :]
+            placed = tl.dot(here.to(dtype), fresh).to(dtype)  # a copy: one product is not zero
+            left = tl.where(((j >= at) & (j < at + 16))[:, None], placed, left)
+            o = tl.dot(a, tl.dot(solved, left).to(dtype), o)
+            tl.store(o_ptr + row * wide + h * V + cols[None, :], o, mask=new & fits[None, :])

@@ -3,12 +3,12 @@
 Contracts ``recurrence_blocks.<kind>.bfloat16.sm90.v2`` for all three kinds, chunks of a multiple
 of 16 rows. Orders and rounding points are in :mod:`.gpu_block_kernels`:
 products of bf16 operands with fp32 sums, as in the chunk kernels of vLLM, whose accuracy it has.
-Pages hold a chunk's k and v in bf16 until it is full, the running sum of its log decays and, where
-its end state will be, the rows of T so far (delta rules); states are fp32. Tiles and warps are
-schedule. Written for graphs: nothing waits for the host, the number of programs follows from shapes
-alone.
+Until a chunk is full its page holds k and R (ssd: v) in bf16 in the places of k and u, the running
+sums of its log decays and, where its end state will be, the rows of T so far (delta rules); states
+are fp32. Tiles and warps are schedule. Written for graphs: nothing waits for the host, the number of
+programs follows from shapes alone.
 
-    o = launch(q, k, v, g, beta, k_pages, v_pages, g_pages, end_pages, start, length, table)
+    o = launch(q, k, v, g, beta, k_pages, u_pages, g_pages, end_pages, start, length, table)
 
 Left out: a gradient. The reference is the same programs at
 another launch shape. Legend: as in :mod:`.gpu_kernels`.
@@ -48,7 +48,7 @@ class Shape:
 def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, chunk: int) -> Shape:
     """What is fast on an H200, by numbers that shapes alone give."""
     channels = g.dim() == 3
-    out, solve = ((64, 8, 0), 4) if channels else ((64, 4, 0), 1)
+    out, solve = ((64, 8, 0), 4) if channels else ((64, 4, 0), 2)
     if tokens <= 4 * requests:
         return Shape(rows=BLOCK, scan=(padded(v.shape[2]), 8, 1), out=out, solve=solve)
     scan = (32, 8, 1) if channels else (32, 4, 2)
@@ -85,7 +85,7 @@ def launch(
     g: Tensor,
     beta: Tensor | None,
     k_pages: Tensor,
-    v_pages: Tensor,
+    u_pages: Tensor,
     g_pages: Tensor,
     end_pages: Tensor,
     query_start: Tensor,
@@ -112,7 +112,8 @@ def launch(
     shape = shape or shape_of(tokens, requests, v, g, chunk)
     (owner, ends), tiles = blocks or blocks_of(query_start, length, tokens, chunk, shape)
     chunks = owner.numel()
-    a = torch.empty(tokens if channels else 0, heads, chunk, dtype=v.dtype, device=q.device)
+    few = delta and shape.rows == BLOCK < chunk
+    a = torch.empty(tokens if channels or few else 0, heads, chunk, dtype=v.dtype, device=q.device)
     full = torch.empty(chunks if delta else 0, heads, chunk, chunk, dtype=v.dtype, device=q.device)
     still_open = end_pages.view(v.dtype)
     index = (query_start, length, table)
@@ -122,8 +123,8 @@ def launch(
     sizes |= {"KP": padded(key)}
     widest = max(key_heads * key, heads * value, g_pages[0, 0].numel())
     kernels.recurrence_pages_kernel[(chunks, -(-widest // 256))](
-        k, v, g, k_pages, v_pages, g_pages, *whose, g_pages[0, 0].numel(), key_heads * key,
-        heads * value, C=chunk, COLS=256, num_warps=4, **options,
+        k, v, g, k_pages, u_pages, g_pages, *whose, g_pages[0, 0].numel(), key_heads * key,
+        heads * value, C=chunk, DELTA=delta, COLS=256, num_warps=4, **options,
     )  # fmt: skip
     solve: dict[str, Any] = {"num_warps": shape.solve, "num_stages": 1, **options}
     where = (*whose, key_heads, heads)
@@ -135,20 +136,28 @@ def launch(
         )  # fmt: skip
     elif beta is not None:
         kernels.recurrence_solve_kernel[(heads, chunks)](
-            k, aligned(beta), k_pages, g_pages, still_open, full, *where, **sizes, **solve
-        )
-    sizes |= {"DELTA": delta, "CHANNELS": channels}
+            q, k, aligned(beta), a, k_pages, g_pages, still_open, full, *where, **sizes,
+            AHEAD=few, **solve,
+        )  # fmt: skip
+    sizes["CHANNELS"] = channels
     columns, warps, stages = shape.scan
     kernels.recurrence_scan_kernel[(-(-value // columns), heads, requests)](
-        k, v, k_pages, v_pages, g_pages, end_pages, full, ends, *index, table.shape[1], key_heads,
-        heads, **sizes, BV=columns, num_warps=warps, num_stages=stages, **options,
+        k, v, k_pages, u_pages, g_pages, end_pages, full, ends, *index, table.shape[1], key_heads,
+        heads, **sizes, DELTA=delta, BV=columns, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     columns, warps, registers = shape.out
     options |= {"maxnreg": registers} if registers else {}
+    options |= {"num_warps": warps, "num_stages": 1}
+    if few:
+        kernels.recurrence_replay_kernel[(-(-value // columns), heads, chunks)](
+            q, k, v, a, u_pages, g_pages, end_pages, still_open, full, owner, ends, *index, o,
+            table.shape[1], requests, key_heads, heads, **sizes, BV=columns, **options,
+        )  # fmt: skip
+        return o
     kernels.recurrence_out_kernel[(-(-value // columns), heads, tiles[0].numel())](
-        q, k, v, a, k_pages, v_pages, g_pages, end_pages, still_open, full, *tiles, ends, *index, o,
-        table.shape[1], requests, key_heads, heads, **sizes, BV=columns, M=shape.rows,
-        num_warps=warps, num_stages=1, **options,
+        q, k, v, a, k_pages, u_pages, g_pages, end_pages, still_open, full, *tiles, ends, *index, o,
+        table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta, BV=columns, M=shape.rows,
+        **options,
     )  # fmt: skip
     return o
 
@@ -160,7 +169,7 @@ def functional(
     g: Tensor,
     beta: Tensor | None,
     k_pages: Tensor,
-    v_pages: Tensor,
+    u_pages: Tensor,
     g_pages: Tensor,
     end_pages: Tensor,
     query_start: Tensor,
@@ -169,7 +178,7 @@ def functional(
     shape: Shape | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``(o, ends)`` of the call's rows, from copies of the pages: to be proved."""
-    stores = k_pages.clone(), v_pages.clone(), g_pages.clone(), end_pages.clone()
+    stores = k_pages.clone(), u_pages.clone(), g_pages.clone(), end_pages.clone()
     chunk = k_pages.shape[1]
     slot = slots_of(query_start, length, table, chunk)
     pages = slot[slot % chunk == chunk - 1] // chunk
@@ -177,7 +186,7 @@ def functional(
     return o, stores[3][pages]
 
 
-reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 1, 1), out=(16, 1, 0), solve=2))
+reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 1, 1), out=(16, 1, 0), solve=1))
 
 CONTRACTS = {
     kind: register_gpu(
