@@ -92,10 +92,10 @@ def new_recurrence_cache(
     """
     _check_chunk(chunk)
     narrow = dtype == torch.bfloat16
-    if narrow and (per_channel or chunk % gpu_blocks.BLOCK or torch.device(device).type == "cpu"):
+    if narrow and (chunk % gpu_blocks.BLOCK or torch.device(device).type == "cpu"):
         raise ContractError(
-            "bfloat16 pages are served on a GPU alone, for one decay per head and chunks of a "
-            f"multiple of {gpu_blocks.BLOCK}; leave dtype out"
+            f"bfloat16 pages are served on a GPU alone, for chunks of a multiple of "
+            f"{gpu_blocks.BLOCK}; leave dtype out"
         )
     if value_heads % key_heads:
         raise ContractError(

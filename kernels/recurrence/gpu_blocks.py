@@ -1,17 +1,17 @@
 """Recurrences on matrix units: bf16 rows, chunks side by side, decode with prefill's instructions.
 
-Contracts ``recurrence_blocks.<kind>.bfloat16.sm90.v2`` for all three kinds, chunks of a multiple
-of 16 rows. Orders and rounding points are in :mod:`.gpu_block_kernels`:
-products of bf16 operands with fp32 sums, as in the chunk kernels of vLLM, whose accuracy it has.
+Contracts ``recurrence_blocks.<kind>.bfloat16.sm90.v2`` for all three kinds, chunks of a multiple of
+16 rows. Orders and rounding points are in :mod:`.gpu_block_kernels`: products of bf16 operands with
+fp32 sums, as in the chunk kernels of vLLM.
 Until a chunk is full its page holds k and R (ssd: v) in bf16 in the places of k and u, the running
 sums of its log decays and, where its end state will be, the rows of T so far (delta rules); states
-are fp32. Tiles and warps are schedule. Written for graphs: nothing waits for the host, the number of
-programs follows from shapes alone.
+are fp32. Tiles and warps are schedule. Written for graphs: nothing waits for the host, the number
+of programs follows from shapes alone.
 
     o = launch(q, k, v, g, beta, k_pages, u_pages, g_pages, end_pages, start, length, table)
 
-Left out: a gradient. The reference is the same programs at
-another launch shape. Legend: as in :mod:`.gpu_kernels`.
+Left out: a gradient. The reference is the same programs at another launch shape. Legend: as in
+:mod:`.gpu_kernels`.
 """
 
 from dataclasses import dataclass
@@ -52,7 +52,8 @@ def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, chunk: int) -> Sh
     if tokens <= 4 * requests:
         return Shape(rows=BLOCK, scan=(padded(v.shape[2]), 8, 1), out=out, solve=solve)
     scan = (32, 8, 1) if channels else (32, 4, 2)
-    return Shape(rows=64 if chunk % 64 == 0 else BLOCK, scan=scan, out=out, solve=solve)
+    rows = next(size for size in (64, 32, BLOCK) if chunk % size == 0)
+    return Shape(rows=rows, scan=scan, out=out, solve=solve)
 
 
 Tiles = tuple[Tensor, Tensor]

@@ -189,10 +189,12 @@ def recurrences(whole, chunk=64, key=128, value=128):
         recurrence.launch(rows, rows.clone(), v, g.clone(), strength, *stores, end, *index)
         saved = rows.clone(), v, g.clone(), strength, v.clone(), end[:0]
         gradient.gradient(v.clone(), rows, *saved, batch.query_start, chunk)
-        if kind != "kda":
-            stores = [x.new_zeros(2, chunk, *x.shape[1:]).to(BF16) for x in (rows, v)]
-            given = rows.to(BF16), rows.to(BF16), v.to(BF16), g, strength
-            blocks.launch(*given, *stores, g.new_zeros(2, chunk, 2), end, *index[:3])
+        stores = [x.new_zeros(2, chunk, *x.shape[1:]).to(BF16) for x in (rows, v)]
+        stores += [g.new_zeros(2, chunk, *g.shape[1:]), end]
+        given = rows.to(BF16), rows.to(BF16), v.to(BF16), g, strength
+        few = blocks.shape_of(1, 1, v, g, chunk)
+        for shape in (None, few):
+            blocks.launch(*given, *stores, *index[:3], shape=shape)
     for dtype in (torch.float32, BF16):
         x, pages = torch.zeros(5, 700, dtype=dtype), torch.zeros(2, chunk, 700, dtype=dtype)
         weight = torch.zeros(700, 4, dtype=dtype)
@@ -238,7 +240,7 @@ def test_every_kernel_compiles(monkeypatch, target):
         walks = walk + compiled["recurrence_grad_walk_kernel"]
         assert all(not re.search(r"\.local", kernel.asm["ptx"]) for kernel in walks)
         assert "ex2.approx" in instructions["recurrence_weights_kernel"]
-        assert "mma.sync" in instructions["recurrence_block_kernel"]
+        assert "mma.sync" in instructions["recurrence_replay_kernel"]
 
 
 @pytest.mark.slow
