@@ -37,17 +37,19 @@ def routers(module: nn.Module) -> dict[str, Mapping[str, Any]]:
     return {path: facts for path, each in module.named_modules() if (facts := router_facts(each))}
 
 
-class RoutingTrace(ChoiceRecorder):
+class RoutingTrace:
     """Keeps each token's experts and the router's logits; ``inner`` sees everything, too."""
 
     def __init__(self, inner: Observer | None = None) -> None:
-        super().__init__()
         self.inner = inner
+        self.choices = ChoiceRecorder()
         self.logits: dict[str, dict[Row, Tensor]] = {}
+        self._rows: Sequence[Row] = ()
 
     def begin_rows(self, step: int, rows: Sequence[Row]) -> None:
         """Whose rows the next calls hold."""
-        super().begin_rows(step, rows)
+        self._rows = rows
+        self.choices.begin_rows(step, rows)
         if self.inner is not None:
             self.inner.begin_rows(step, rows)
 
@@ -57,7 +59,7 @@ class RoutingTrace(ChoiceRecorder):
             known = self.logits.setdefault(call.site.path, {})
             logits = call.output.detach().double().cpu()
             known |= {row: each for row, each in zip(self._rows, logits, strict=True) if row[0]}
-        super().on_site(call)
+        self.choices.on_site(call)
         return None if self.inner is None else self.inner.on_site(call)
 
 
@@ -96,7 +98,7 @@ class Replay:
 
     def begin(self, request: Request) -> None:
         """Its tokens are next."""
-        self._request = replace(request, forced=self.trace.forced(request))
+        self._request = replace(request, forced=self.trace.choices.forced(request))
 
     def _forward(self, path: str, router: nn.Module, seen: _Seen) -> Callable[[Tensor], Any]:
         def forward(hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -24,7 +24,7 @@ def test_a_token_sent_elsewhere_has_the_reference_of_where_it_went(name: str) ->
     engines = engines_on(model, stock_plan())
     own, trace = RoutingTrace(), RoutingTrace()
     plain = engines.pack([request], own)
-    forced = own.forced(request)
+    forced = own.choices.forced(request)
     other = next(e for e in range(15, -1, -1) if e not in forced[SITE][5])
     moved = (*forced[SITE][:5], (*forced[SITE][5][:-1], other), *forced[SITE][6:])
     flipped = engines.pack([replace(request, forced=forced | {SITE: moved})], trace)
