@@ -180,18 +180,18 @@ def recurrence_solve_kernel(
 
 @triton.jit(do_not_specialize=["widest"])
 def recurrence_scan_kernel(
-    k_ptr, v_ptr, k_pages, u_pages, g_pages, end_pages, full_ptr, ends_ptr, start_ptr, length_ptr,
-    table_ptr, widest, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
-    DELTA: tl.constexpr, CHANNELS: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    k_ptr, v_ptr, k_pages, u_pages, g_pages, end_pages, full_ptr, ends_ptr, fold_ptr, folds_ptr,
+    start_ptr, length_ptr, table_ptr, widest, HK, HV, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, CP: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+    KP: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """End states of chunks that become full."""
-    request = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
-    first = tl.load(start_ptr + request).to(tl.int64)
-    last = tl.load(start_ptr + request + 1).to(tl.int64)
-    stop = tl.load(length_ptr + request).to(tl.int64)
-    begin = stop - (last - first)
-    if begin // C < stop // C:
+    for at in range(tl.program_id(2), tl.load(folds_ptr), tl.num_programs(2)):
+        request = tl.load(fold_ptr + at).to(tl.int64)
+        first = tl.load(start_ptr + request).to(tl.int64)
+        stop = tl.load(length_ptr + request).to(tl.int64)
+        begin = stop - (tl.load(start_ptr + request + 1).to(tl.int64) - first)
         dtype = v_ptr.dtype.element_ty
         cols = tl.program_id(0) * BV + tl.arange(0, BV)
         d, j = tl.arange(0, KP), tl.arange(0, CP)
@@ -214,13 +214,13 @@ def recurrence_scan_kernel(
                 mask=(j < C)[:, None] & (d < K)[None, :], other=0.0,
             )  # fmt: skip
             old = begin - low
-            at = h * V + j[:, None] * wide + cols[None, :]
+            rows_at = h * V + j[:, None] * wide + cols[None, :]
             inside = (j < C)[:, None] & fits[None, :]
             u = tl.load(
-                v_ptr + row * wide + at, mask=inside & (j >= old)[:, None], other=0.0
+                v_ptr + row * wide + rows_at, mask=inside & (j >= old)[:, None], other=0.0
             ).to(tl.float32)  # fmt: skip
             held = tl.load(
-                u_pages + page * C * wide + at, mask=inside & (j < old)[:, None], other=0.0
+                u_pages + page * C * wide + rows_at, mask=inside & (j < old)[:, None], other=0.0
             ).to(tl.float32)  # fmt: skip
             if DELTA:
                 solved = tl.load(

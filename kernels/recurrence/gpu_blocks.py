@@ -29,6 +29,7 @@ from .gpu import padded
 from .pages import slots_of
 
 BLOCK = 16
+_FOLDS = 16  # requests at once whose chunks become full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,13 +46,13 @@ class Shape:
     solve: int
 
 
-def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, chunk: int) -> Shape:
+def shape_of(tokens: int, requests: int, g: Tensor, chunk: int) -> Shape:
     """What is fast on an H200, by numbers that shapes alone give."""
     channels = g.dim() == 3
     out, solve = ((64, 8, 0), 4) if channels else ((64, 4, 0), 2)
-    if tokens <= 4 * requests:
-        return Shape(rows=BLOCK, scan=(padded(v.shape[2]), 8, 1), out=out, solve=solve)
     scan = (32, 8, 1) if channels else (32, 4, 2)
+    if tokens <= 4 * requests:
+        return Shape(rows=BLOCK, scan=scan, out=out, solve=solve)
     rows = next(size for size in (64, 32, BLOCK) if chunk % size == 0)
     return Shape(rows=rows, scan=scan, out=out, solve=solve)
 
@@ -71,12 +72,15 @@ def tiles_of(query_start: Tensor, length: Tensor, rows: int, size: int) -> Tiles
 
 def blocks_of(
     query_start: Tensor, length: Tensor, rows: int, chunk: int, shape: Shape
-) -> tuple[Tiles, Tiles]:
-    """Chunks and tiles of a step: made once for all layers."""
+) -> tuple[Tiles, Tiles, Tiles]:
+    """Chunks and tiles of a step, requests that fill a chunk first and how many they are."""
     chunks = tiles_of(query_start, length, rows, chunk)
-    if shape.rows == chunk:
-        return chunks, chunks
-    return chunks, tiles_of(query_start, length, rows, shape.rows)
+    tiles = chunks
+    if shape.rows != chunk:
+        tiles = tiles_of(query_start, length, rows, shape.rows)
+    fills = length // chunk > (length - query_start.diff()) // chunk
+    order = torch.argsort(fills, descending=True, stable=True).to(torch.int32)
+    return chunks, tiles, (order, fills.sum(0, keepdim=True, dtype=torch.int32))
 
 
 def launch(
@@ -92,7 +96,7 @@ def launch(
     query_start: Tensor,
     length: Tensor,
     table: Tensor,
-    blocks: tuple[Tiles, Tiles] | None = None,
+    blocks: tuple[Tiles, Tiles, Tiles] | None = None,
     shape: Shape | None = None,
 ) -> Tensor:
     """``o [T, HV, V]`` fp32; the pages take the rows and the states. blocks: of the same shape."""
@@ -110,8 +114,8 @@ def launch(
     if not tokens:
         return o
     requests = length.numel()
-    shape = shape or shape_of(tokens, requests, v, g, chunk)
-    (owner, ends), tiles = blocks or blocks_of(query_start, length, tokens, chunk, shape)
+    shape = shape or shape_of(tokens, requests, g, chunk)
+    (owner, ends), tiles, folds = blocks or blocks_of(query_start, length, tokens, chunk, shape)
     chunks = owner.numel()
     few = delta and shape.rows == BLOCK < chunk
     a = torch.empty(tokens if channels or few else 0, heads, chunk, dtype=v.dtype, device=q.device)
@@ -142,9 +146,10 @@ def launch(
         )  # fmt: skip
     sizes["CHANNELS"] = channels
     columns, warps, stages = shape.scan
-    kernels.recurrence_scan_kernel[(-(-value // columns), heads, requests)](
-        k, v, k_pages, u_pages, g_pages, end_pages, full, ends, *index, table.shape[1], key_heads,
-        heads, **sizes, DELTA=delta, BV=columns, num_warps=warps, num_stages=stages, **options,
+    kernels.recurrence_scan_kernel[(-(-value // columns), heads, min(requests, _FOLDS))](
+        k, v, k_pages, u_pages, g_pages, end_pages, full, ends, *folds, *index, table.shape[1],
+        key_heads, heads, **sizes, DELTA=delta, BV=columns, num_warps=warps, num_stages=stages,
+        **options,
     )  # fmt: skip
     columns, warps, registers = shape.out
     options |= {"maxnreg": registers} if registers else {}

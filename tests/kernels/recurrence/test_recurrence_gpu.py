@@ -134,7 +134,7 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(kind, blocks):
     length = torch.tensor([rows], device="cuda").int()
     where = (start, length, table)
     slot = slots_of(*where, chunk)
-    shape = gpu_blocks.shape_of(4, 1, given[2], given[3], chunk)
+    shape = gpu_blocks.shape_of(4, 1, given[3], chunk)
     blocks_index = gpu_blocks.blocks_of(start, length, 4, chunk, shape)
 
     def call():
