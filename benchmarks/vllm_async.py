@@ -32,7 +32,8 @@ async def sampled(args: argparse.Namespace, prompts: list[list[int]], config: An
     engine = AsyncLLM.from_engine_args(
         AsyncEngineArgs(
             args.model, dtype=args.dtype, skip_tokenizer_init=True, max_model_len=2048,
-            enforce_eager=args.device == "cpu", additional_config=config, **place,
+            enforce_eager=args.device == "cpu", additional_config=config,
+            max_num_seqs=args.count, **place,
         )
     )  # fmt: skip
 
