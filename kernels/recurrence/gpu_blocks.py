@@ -79,7 +79,7 @@ def blocks_of(
     if shape.rows != chunk:
         tiles = tiles_of(query_start, length, rows, shape.rows)
     fills = length // chunk > (length - query_start.diff()) // chunk
-    order = torch.argsort(fills, descending=True, stable=True).to(torch.int32)
+    order = torch.argsort(fills.int(), descending=True, stable=True).to(torch.int32)
     return chunks, tiles, (order, fills.sum(0, keepdim=True, dtype=torch.int32))
 
 
