@@ -82,7 +82,7 @@ def metrics_of(folder: Path) -> list[dict[str, object]]:
 def test_killed_at_twenty_random_points_the_run_ends_with_the_same_bits(
     fresh: Fresh, setup_of: SetupOf, tmp_path: Path
 ) -> None:
-    setup = setup_of(lag=2, updates=6, checkpoint_every=2)
+    setup = setup_of(lag=2, updates=6, checkpoint_every=3)
     train(setup, tmp_path / "warm", model=fresh())  # certificates, before any fork
     whole = tmp_path / "whole"
     with Metrics(whole, tensorboard=False) as metrics:
