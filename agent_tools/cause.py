@@ -6,7 +6,9 @@ cause is ``unclassified`` and the list says what was tried.
 
     experiment    what it does                                a change of bits means
     again         the same inputs                             nondeterminism
-    neighbours    other rows become NaN, then large           batch leak
+    neighbours    other rows become NaN, large, then 0        batch leak
+    definition    the model's own code, other rows 0, then      model-defined: no kernel can help
+                  large (modules that no formula defines)
     row count     the row alone; as many copies of it as      reduction order, or a rounding point
                   the reference's call had rows               where the operator sums nothing
     one term      inputs of which each sum has one non-zero   rounding point: with such inputs the
@@ -64,6 +66,7 @@ def probe_call(call: SiteCall, row: int, reference: Tensor, rows: int) -> tuple[
     probes.append(_again(call, row, own))
     if len(call.output) > 1:
         probes.append(_neighbours(call, row, own))
+    probes += _definition(call, row, rows)
     probes.append(_row_count(call, row, own, reference, rows))
     if call.site.op_class in ONE_TERM_CLASSES:
         probes.append(_one_term(call, row, rows))
@@ -99,7 +102,7 @@ def _tie(call: SiteCall, row: int, own: Tensor, reference: Tensor) -> Probe:
 
 def _neighbours(call: SiteCall, row: int, own: Tensor) -> Probe:
     changed = []
-    for name, value in (("NaN", float("nan")), (f"{LARGE:.0e}", LARGE)):
+    for name, value in (("NaN", float("nan")), (f"{LARGE:.0e}", LARGE), ("0", 0.0)):
         inputs = {key: _fill_others(tensor, row, value) for key, tensor in call.inputs.items()}
         if not bits.equal(_run(call, inputs)[row : row + 1], own):
             changed.append(name)
@@ -107,6 +110,25 @@ def _neighbours(call: SiteCall, row: int, own: Tensor) -> Probe:
     if changed:
         result = f"the row's bits change when its neighbours become {' or '.join(changed)}"
     return Probe(name="neighbours", result=result, decided="batch leak" if changed else None)
+
+
+def _definition(call: SiteCall, row: int, rows: int) -> list[Probe]:
+    """Whether the model itself lets a token's value depend on its companions.
+
+    Only where its own code is the definition: what is a linear layer or a norm here has a formula,
+    row by row; what leaks there is a fault. Companions are finite: 0 times NaN defines nothing.
+    """
+    if call.definition is None:
+        return []
+    many = _copies(call.inputs, row, max(2, rows, len(call.output)))
+    own = [
+        call.definition({key: _fill_others(each, 0, value) for key, each in many.items()})[:1]
+        for value in (0.0, LARGE)
+    ]
+    if bits.equal(*own):
+        return [Probe(name="definition", result="the model's own code takes each row by itself")]
+    result = "by the model's own code a token's value depends on which others are in the batch"
+    return [Probe(name="definition", result=result, decided="model-defined")]
 
 
 def _fill_others(tensor: Tensor, row: int, value: float) -> Tensor:
@@ -223,6 +245,7 @@ def _narrow_copy(own: Tensor, reference: Tensor) -> Probe:
 
 PRECEDENCE: tuple[CauseName, ...] = (
     "nondeterminism",
+    "model-defined",
     "batch leak",
     "padding read",
     "stale or wrong state",

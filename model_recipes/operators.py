@@ -172,14 +172,15 @@ def install_extension(installer: Installer, operator: Operator) -> None:
     assert extension is not None
     site, choice = installer.site(operator.path, extension.op_class, own=True)
     tap, module = installer.tap, operator.module
-    run = rows_call(extension, module, _original(module) if choice == STOCK else None)
+    definition = rows_call(extension, module, _original(module))
+    run = definition if choice == STOCK else rows_call(extension, module, None)
     weights = tensor_names(module, operator.path, installer.names)
 
     def forward(*tensors: Tensor) -> Tensor:
         inputs = {f"x{place}": tensor for place, tensor in enumerate(tensors)}
         if not tap.watching:
             return run(inputs)
-        return tap.through(site, run, inputs, weights=weights)
+        return tap.through(site, run, inputs, weights=weights, definition=definition)
 
     installer.put_forward(module, forward)
 

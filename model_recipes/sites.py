@@ -55,6 +55,8 @@ class SiteCall:
     weights: names of the parameters used, as in ``named_parameters()``.
     rerun: recompute the output from other inputs of the same kind, or None where the site also
         reads state (attention over a cache).
+    definition: the model's own code, where no formula of this package says what is computed (a
+        module that a recipe's kernel serves), else None.
     """
 
     site: Site
@@ -63,6 +65,7 @@ class SiteCall:
     output: Tensor
     weights: tuple[str, ...] = ()
     rerun: Callable[[Mapping[str, Tensor]], Tensor] | None = field(default=None, compare=False)
+    definition: Callable[[Mapping[str, Tensor]], Tensor] | None = field(default=None, compare=False)
 
 
 class SiteListener(Protocol):

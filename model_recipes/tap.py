@@ -79,6 +79,7 @@ class Tap:
         *,
         weights: tuple[str, ...] = (),
         rerun: Run | None = None,
+        definition: Run | None = None,
     ) -> Tensor | None:
         """Show one call, already in rows; returns what to put in the output's place, if any."""
         if self.auditing:
@@ -96,6 +97,7 @@ class Tap:
                     output=_shown(output),
                     weights=weights,
                     rerun=rerun,
+                    definition=definition,
                 )
             )
         if graft is not None and (graft.shape != output.shape or graft.dtype != output.dtype):
@@ -115,12 +117,13 @@ class Tap:
         weights: tuple[str, ...] = (),
         flat: bool = False,
         alone: bool = True,
+        definition: Run | None = None,
     ) -> Tensor:
         """Run a site and show it; returns its output, or the graft in its shape.
 
         Tensors are ``[B, S, ...]`` (or per head, before or after the heads were moved forward), or
         already one row per token where ``flat`` (as are floating-point matrices). alone: it reads
-        no state, so that it can run again on other rows.
+        no state, so that it can run again on other rows. definition: see SiteCall.
         """
         with self.site_code():
             output = run(inputs)
@@ -135,6 +138,7 @@ class Tap:
             rows(output),
             weights=weights,
             rerun=run if alone else None,
+            definition=definition,
         )
         if graft is None:
             return output

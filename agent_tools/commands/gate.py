@@ -1,11 +1,13 @@
 """``zm gate`` and ``zm regress``: run the gates, and run those of an earlier report again."""
 
+import contextlib
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ..second_process import second_process, worth_it
 from . import options
 from .answer import Answer, command, table
 from .progress import stages
@@ -52,20 +54,22 @@ def gate(
 
     Exit 0 all passed, 1 a gate is red, 3 inconclusive. With --out: gates.json and the HTML page.
     """
-    from ...model_recipes.models import load_model
-    from ..gates import run_gates
-
     chosen = None if only is None else [name.strip().upper() for name in only.split(",")]
     words = ["zm", "gate", model, "--plan", plan, "--rollout", rollout, "--dtype", dtype]
     words += ["--device", device, "--seed", str(seed), *(["--quick"] if quick else [])]
     words += ["--only", only] if only else []
     words += ["--prompts", str(prompts)] if prompts else []
-    with stages() as progress:
+    two = worth_it(model, device=device, rollout=rollout)
+    beside = second_process(model, dtype=dtype, device=device, seed=seed)
+    with stages() as progress, beside if two else contextlib.nullcontext() as pool:
         progress(f"loading {model}")
+        from ...model_recipes.models import load_model
+        from ..gates import run_gates
+
         loaded = load_model(model, dtype=dtype, device=device, seed=seed)
         report = run_gates(
             loaded, plan, rollout=rollout, only=chosen, quick=quick, seed=seed, prompts=prompts,
-            progress=progress,
+            progress=progress, pool=pool,
         )  # fmt: skip
     text = gate_text(report)
     text += _written(report, shlex.join(words), out, junit)

@@ -19,10 +19,10 @@ from ...kernels.errors import UsageError
 from ...model_recipes.bindings import device_kind, dtype_name
 from ...model_recipes.models import LoadedModel
 from ...model_recipes.rotary_table import RotaryTable
-from ...trainer.engines import execution, packed, paged_batch
+from ...trainer.engines import execution, packed, paged_batch, recurrent_batch
 from ...trainer.engines.base import Step
 from ..records import CauseName
-from . import attention, engines, operators
+from . import attention, engines, operators, recurrent
 from .engines import Planting
 from .kernels import KERNELS
 from .mechanism import Wrap, faulty_kernel
@@ -38,6 +38,7 @@ ROWS = ("paged:chunk:1", "packed:packed")
 DECODE = ("paged:decode", "packed:packed")
 HITS = ("paged:prefix-hit", "packed:packed")
 PADDED = ("paged:fuzz:2", "packed:packed")
+TINY = "tiny:llama"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +65,8 @@ class Fault:
     """Sides that show it."""
     fact: str | None = None
     """What the pattern of affected rows must say."""
+    model: str = TINY
+    """The reduced model that has such an operator."""
 
     @property
     def expected(self) -> str:
@@ -126,6 +129,13 @@ def _eight_bits(model: LoadedModel) -> contextlib.AbstractContextManager[None]:
     return engines.while_decoding(paged_batch, "write_kv", change)
 
 
+def _step_by_step(model: LoadedModel) -> contextlib.AbstractContextManager[None]:
+    def change(right: Any, running: bool) -> Any:
+        return recurrent.step_by_step if running else right
+
+    return engines.while_decoding(recurrent_batch.PagedState, "recur", change)
+
+
 def _certified(name: str, line: str, source: str, op: str, cause: CauseName) -> Fault:
     """A fault of a kernel that ``sweep.py`` has."""
 
@@ -159,6 +169,9 @@ _BY_KERNEL = (
     _operator("P01", "decode takes a larger KV tile than prefill", "sglang #25790",
               "attention", "reduction order", sides=ROWS,
               fact="(a tile border)"),
+    Fault(id="P03", line="trainer chunked, engine recurrent", source="prime-rl PR #3214",
+          by="operator", op_class="recurrence_gated_delta", cause="reduction order",
+          sides=DECODE, planting=_step_by_step, model="tiny:qwen3_next"),
     Fault(id="P05", line="packed boundaries overwritten by a mask's", by="operator",
           source="flash-linear-attention #838", op_class="attention",
           cause="stale or wrong state", sides=("packed:packed", "paged:alone"),

@@ -28,10 +28,10 @@ COLUMNS = ("id", "fault", "report", "must be named", "operator", "with it", "wit
 
 HEADER = f"""# Planted faults
 
-Written by `python -m zeromismatch.agent_tools.faults runs/faults` on a tiny Llama: what people in
-this field met, replayed in our own rollout engine as a switch (`agent_tools/faults/`). *With it* is
-what the tool named while the fault was planted, *without it* what the same check named after the
-switch was off. `{TEST}` repeats every row and checks this file.
+Written by `python -m zeromismatch.agent_tools.faults runs/faults` on a tiny Llama (P03 on a
+tiny Qwen3-Next): what people in this field met, replayed in our own rollout engine as a switch
+(`agent_tools/faults/`). *With it* is what the tool named while the fault was planted, *without it*
+what the same check named after the switch was off. `{TEST}` repeats every row and checks this file.
 *Its repro* is the file that `zm repro` writes for it: what it runs (one call of an operator, or
 both engines on few tokens) and the bytes of its folder. Times below the table are of one process
 each, with one thread, imports included; each ended with exit code 1, a mismatch.
@@ -55,7 +55,6 @@ class Held:
 _LOSS = "tests/trainer/losses/test_reinforce_zero.py"
 _RUN = "tests/trainer/loop/test_run.py"
 _RESUME = "tests/trainer/loop/test_resume.py"
-_LEGAL = "tests/trainer/engines/test_legal.py"
 _SERVER = "it concerns the tool server, no number"
 
 ELSEWHERE: Mapping[str, Held] = {
@@ -64,11 +63,6 @@ ELSEWHERE: Mapping[str, Held] = {
         why="it concerns the gates: a control that stays green is inconclusive",
         test="tests/agent_tools/gates/test_gates.py",
     ),
-    "P03": Held(
-        line="trainer chunked, engine recurrent", source="prime-rl PR #3214",
-        why="the stock plan has it, and is named; by contract decode repeats the chunk",
-        test="tests/trainer/engines/test_recurrent.py",
-    ),
     "T03": Held(
         line="routing record one row short", source="sglang #20964",
         why="it concerns routing replay, which refuses it",
@@ -76,8 +70,9 @@ ELSEWHERE: Mapping[str, Held] = {
     ),
     "M02": Held(
         line="an adapter binds no module", source="verl-omni PR #553",
-        why="no engine here runs adapters; requests that name one are refused (gate C9)",
-        test=_LEGAL,
+        why="it concerns adapters: one that binds no module, or names one that is not there, is "
+        "refused",
+        test="tests/model_recipes/test_adapters.py",
     ),
     "N02": Held(
         line="exp of a large log ratio", source="miles PR #1363",
@@ -174,7 +169,7 @@ def tried(fault: Fault, folder: Path) -> Tried:
     """From the folder where it is there, else made."""
     file = folder / "tried.json"
     if not file.is_file():
-        model = tiny()
+        model = tiny(fault.model)
         planted, clean = (
             check(fault.id, model, planted=on).model_copy(update={"divergence": None})
             for on in (True, False)
@@ -186,9 +181,9 @@ def tried(fault: Fault, folder: Path) -> Tried:
 
 
 @functools.cache
-def tiny() -> LoadedModel:
-    """The model of the table."""
-    return load_model("tiny:llama")
+def tiny(name: str) -> LoadedModel:
+    """A model of the table."""
+    return load_model(name)
 
 
 def table(folder: Path, *, timed: bool = True) -> tuple[str, bool]:

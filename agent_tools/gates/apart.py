@@ -11,9 +11,6 @@ One thread (``OMP_NUM_THREADS=1``) means one process. The digest of the prompts 
 """
 
 import contextlib
-import multiprocessing
-import os
-import threading
 from collections.abc import Generator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +21,7 @@ import torch
 
 from ...kernels.errors import CapabilityError, MisalignedError
 from ...model_recipes.plan import Plan
+from ..second_process import new_pool, take
 from .base import GateResult, Request
 from .bench import Size
 
@@ -57,28 +55,29 @@ class Apart:
 
 @contextlib.contextmanager
 def apart(
-    asked: Request, plan: Plan, size: Size, names: Sequence[str], *, prompts: str, threads: int
-) -> Generator[Apart]:
-    """Start them; ``threads`` of their own. prompts: the digest of this process's prompts."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as pool:
+    asked: Request, plan: Plan, size: Size, names: Sequence[str], *, prompts: str, threads: int,
+    pool: ProcessPoolExecutor | None = None,
+) -> Generator[Apart]:  # fmt: skip
+    """Start them; ``threads`` of their own. prompts: the digest of this process's prompts.
+
+    pool: a process that has loaded the model (``second_process.py``); None begins one.
+    """
+    with contextlib.nullcontext(pool) if pool is not None else new_pool() as other:
         texts = asked.model_dump_json(), plan.model_dump_json()
-        yield Apart(pool.submit(_run, *texts, asdict(size), list(names), threads), prompts)
+        yield Apart(other.submit(_run, *texts, asdict(size), list(names), threads), prompts)
 
 
 def _run(
     asked_text: str, plan_text: str, counts: dict[str, int], names: list[str], threads: int
 ) -> tuple[str, list[str]]:
     """In the other process: load the model again and run the gates of these names."""
-    from ...model_recipes.models import load_model
     from ...model_recipes.plan import load_own_kernels
     from .bench import Bench, requests_digest
     from .run import GATES, prompts_for, run_gate
 
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(threads)
     asked, size = Request.model_validate_json(asked_text), Size(**counts)
-    model = load_model(asked.model, dtype=asked.dtype, device=asked.device, seed=asked.seed)
+    model = take(asked.model, dtype=asked.dtype, device=asked.device, seed=asked.seed)
     if asked.recipe is not None:
         load_own_kernels(asked.recipe)
     file = Path(asked.prompts) if asked.prompts else None
@@ -91,11 +90,3 @@ def _run(
     finally:
         bench.release()
     return requests_digest(bench.prompts), [each.model_dump_json() for each in found]
-
-
-def _end_with_parent() -> None:
-    """A parent that was killed leaves no work running."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)

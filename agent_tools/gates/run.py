@@ -12,6 +12,7 @@ import datetime
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Literal, cast
@@ -106,8 +107,12 @@ def run_gates(
     size: Size | None = None,
     gates: Sequence[Gate] = GATES,
     progress: Progress = lambda stage: None,
+    pool: ProcessPoolExecutor | None = None,
 ) -> GateReport:
-    """Run the gates of ``plan`` on ``model``; ``only``: their ids. prompts: a file, else ours."""
+    """Run the gates of ``plan`` on ``model``; ``only``: their ids. prompts: a file, else ours.
+
+    pool: a second process that loads the model (``second_process.py``), should it be large.
+    """
     if rollout not in ROLLOUTS:
         known = " or ".join(ROLLOUTS)
         raise CapabilityError(f"rollout engine {rollout!r} is not there; use {known}")
@@ -146,7 +151,7 @@ def run_gates(
     large = share < 1.0 and gates is GATES and not on_vllm and not isinstance(plan, Plan)
     try:
         if large and torch.get_num_threads() > 1:
-            results = _in_two(chosen, bench, asked)
+            results = _in_two(chosen, bench, asked, pool)
         else:
             results = [run_gate(gate, bench) for gate in chosen]
     finally:
@@ -154,13 +159,15 @@ def run_gates(
     return _report(bench, asked, results, share, time.perf_counter() - began)
 
 
-def _in_two(chosen: Sequence[Gate], bench: Bench, asked: Request) -> list[GateResult]:
+def _in_two(
+    chosen: Sequence[Gate], bench: Bench, asked: Request, pool: ProcessPoolExecutor | None
+) -> list[GateResult]:
     """About half of the gates in a process of their own; C10, which takes the time, afterwards."""
     there = [gate.id for gate in chosen if gate.id in APART]
     threads = torch.get_num_threads()
     results: dict[str, GateResult] = {}
     with apart(asked, bench.plan, bench.size, there, prompts=requests_digest(bench.prompts),
-               threads=threads // 2) as other:  # fmt: skip
+               threads=threads // 2, pool=pool) as other:  # fmt: skip
         bench.progress(f"{', '.join(there)} run in a second process")
         torch.set_num_threads(threads - threads // 2)
         try:

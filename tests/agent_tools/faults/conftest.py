@@ -1,4 +1,7 @@
-"""One tiny model, shared by the tests of this folder."""
+"""The tiny models that faults are planted on, each built once."""
+
+import functools
+from collections.abc import Callable
 
 import pytest
 
@@ -6,5 +9,10 @@ from zeromismatch.model_recipes.models import LoadedModel, load_model
 
 
 @pytest.fixture(scope="session")
-def model() -> LoadedModel:
-    return load_model("tiny:llama")
+def models() -> Callable[[str], LoadedModel]:
+    return functools.cache(load_model)
+
+
+@pytest.fixture(scope="session")
+def model(models: Callable[[str], LoadedModel]) -> LoadedModel:
+    return models("tiny:llama")

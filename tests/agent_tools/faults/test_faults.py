@@ -3,6 +3,7 @@
 import contextlib
 import re
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ TABLE = ROOT / "benchmarks/faults.md"
 LOCALIZED = defaultdict(list)
 for fault in FAULTS.values():
     if fault.by in ("operator", "anchor"):
-        LOCALIZED[fault.sides].append(fault.id)
+        LOCALIZED[fault.model, fault.sides].append(fault.id)
 OTHERS = [fault.id for fault in FAULTS.values() if fault.by not in ("operator", "anchor")]
 SIZE = re.compile(r"(?:operator|engines), ([\d,]+) B")
 QUICK = Options(self_test=False, causes=False)
@@ -38,22 +39,23 @@ QUICK = Options(self_test=False, causes=False)
 
 @pytest.mark.parametrize("name", list(FAULTS))
 def test_a_planted_fault_is_named_at_its_operator_with_its_cause(
-    model: LoadedModel, name: str
+    models: Callable[[str], LoadedModel], name: str
 ) -> None:
+    model = models(FAULTS[name].model)
     before = state_digest(model.module)
     caught = check(name, model)
     assert caught.right, (caught.expected, caught.named, caught.detail)
     assert state_digest(model.module) == before
 
 
-@pytest.mark.parametrize("sides", list(LOCALIZED))
+@pytest.mark.parametrize(("name", "sides"), list(LOCALIZED))
 def test_without_a_fault_the_same_sides_are_equal(
-    model: LoadedModel, sides: tuple[str, str]
+    models: Callable[[str], LoadedModel], name: str, sides: tuple[str, str]
 ) -> None:
-    found = localize(
-        *map(Side.parse, sides), model, fault_requests(model), plan="aligned", options=QUICK
-    )
-    assert found.status == "EQUAL", (LOCALIZED[sides], found.reason)
+    model = models(name)
+    left, right = map(Side.parse, sides)
+    found = localize(left, right, model, fault_requests(model), plan="aligned", options=QUICK)
+    assert found.status == "EQUAL", (LOCALIZED[name, sides], found.reason)
     assert found.logprobs is not None
     assert found.logprobs.compared > 50
 

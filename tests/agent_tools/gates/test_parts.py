@@ -21,6 +21,7 @@ from zeromismatch.agent_tools.gates.bench import (
 )
 from zeromismatch.agent_tools.gates.budget import LEAST, fitted, row_operations
 from zeromismatch.agent_tools.gates.run import GATES, prompts_for, run_gate
+from zeromismatch.agent_tools.second_process import second_process
 from zeromismatch.kernels.errors import RecipeError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
 from zeromismatch.model_recipes.plan import aligned_plan, stock_plan
@@ -145,7 +146,10 @@ def test_gates_in_a_second_process_find_what_they_find_here(model: LoadedModel):
                   gates=("C7",), quick=True)  # fmt: skip
     prompts = tuple(prompts_for(model, size, 0, None))
     digest = requests_digest(prompts)
-    with apart(asked, plan, size, ["C7"], prompts=digest, threads=1) as other:
+    with (
+        second_process("tiny:llama", dtype="float32", device="cpu", seed=0) as pool,
+        apart(asked, plan, size, ["C7"], prompts=digest, threads=1, pool=pool) as other,
+    ):
         bench = Bench(model=model, plan=plan, prompts=prompts, size=size, quick=True)
         here = run_gate(next(gate for gate in GATES if gate.id == "C7"), bench)
         bench.release()
