@@ -176,7 +176,8 @@ class AlignedModule(nn.Module):
         self.__dict__[SLOT] = asked
         self._make_pages(vllm_config, model.dtype)
         logprobs.serve(self)
-        self._tabulate(min(model.max_model_len, self.config.max_position_embeddings))
+        with _plainly():
+            self._tabulate(min(model.max_model_len, self.config.max_position_embeddings))
 
     def _tabulate(self, length: int) -> None:
         """Rotary tables for every position now: a capture cannot ask how long they must be."""
