@@ -12,8 +12,13 @@ covered by the same contracts and gates. Merged and
 unmerged are two policies with two sets of weights and other bits; ``zm`` calls a comparison between
 them MISALIGNED. Attach before a plan is applied.
 
-Left out: adapters of the LM head, of an embedding tied to it, of stacked experts, routers and
-convolutions: they are refused by name. ``pytest tests/model_recipes/test_adapters.py``.
+Stacked experts (PEFT's ``target_parameters``) are another matter, as in PEFT: the weights of all
+experts are made anew in every forward (:mod:`.adapted_experts`), so an adapter of experts alone has
+the bits of the merged model. It costs a copy of the weights.
+
+Left out: adapters of the LM head, of an embedding tied to it, of routers, and of depthwise
+convolutions, which PEFT adapts only at a rank that is a multiple of their channels and cannot
+merge: they are refused by name. ``pytest tests/model_recipes/test_adapters.py``.
 """
 
 import json
@@ -25,25 +30,48 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 
 from ..kernels.errors import CheckpointError, RecipeError
+from .adapted_experts import (
+    StackedSum,
+    from_peft,
+    peft_paths,
+    stacked_names,
+    stacked_sum,
+    stacked_weight,
+    to_peft,
+)
 from .apply import is_applied
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 _HALVES = (("lora_A", "lora_B"), ("lora_embedding_A", "lora_embedding_B"))
 """PEFT's names of a linear module's factors, and of an embedding's (those without ``.weight``)."""
-_UNKNOWN = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern",
-            "target_parameters")  # fmt: skip
+_UNKNOWN = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Factors:
-    """``down [rank, in]``, ``up [out, rank]`` of one module; an embedding's ``in`` are tokens."""
+    """``down [rank, in]``, ``up [out, rank]`` of one module; an embedding's ``in`` are tokens.
+
+    Of stacked experts, by the path of their weight: ``[experts, rank, in]``, ``[experts, out,
+    rank]``.
+    """
 
     down: Tensor
     up: Tensor
     embedding: bool = False
+
+    @property
+    def stacked(self) -> bool:
+        """Whether these are of experts."""
+        return self.down.dim() == 3
+
+    @property
+    def rank(self) -> int:
+        """Rows of ``down``, per expert."""
+        return self.down.shape[-2]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,32 +135,45 @@ class Attached:
 
     def __init__(self, module: nn.Module, adapter: Adapter) -> None:
         self._module = module
-        self._bases = {path: _target(module, path) for path in adapter.factors}
+        plain = {path: each for path, each in adapter.factors.items() if not each.stacked}
+        self._stacked = {p: each for p, each in adapter.factors.items() if each.stacked}
+        self._bases = {path: _target(module, path) for path in plain}
         self._frozen = [p for p in module.parameters() if p.requires_grad]
         for parameter in self._frozen:
             parameter.requires_grad_(False)
         for path, base in self._bases.items():
             _replace(module, path, _adapted(base, adapter.factors[path], adapter.scale))
+        for path, each in self._stacked.items():
+            experts, name = stacked_weight(module, path)
+            base = cast(Tensor, getattr(experts, name))
+            added = StackedSum(_like(each.down, base), _like(each.up, base), adapter.scale)
+            parametrize.register_parametrization(experts, name, added)
+        self._scale = adapter.scale
 
     def adapter(self) -> Adapter:
         """The factors as they are now, for instance after training."""
         found = {p: cast(Adapted, self._module.get_submodule(p)) for p in self._bases}
-        scale = next(iter(found.values())).scale
         factors: dict[str, Factors] = {}
+        for path in self._stacked:
+            experts, name = stacked_weight(self._module, path)
+            own = cast(Any, experts).parametrizations[name][0]
+            factors[path] = Factors(down=own.down.detach(), up=own.up.detach())
         for path, each in found.items():
             down, rows = each.down.weight.detach(), isinstance(each, AdaptedEmbedding)
             down = down.t().contiguous() if rows else down
             factors[path] = Factors(down=down, up=each.up.weight.detach(), embedding=rows)
-        return Adapter(scale=scale, factors=factors)
+        return Adapter(scale=self._scale, factors=factors)
 
     def remove(self) -> None:
         """Take the adapter off; the base is as it was."""
         _require_bare(self._module)
         for path, base in self._bases.items():
             _replace(self._module, path, base)
+        for path in self._stacked:
+            parametrize.remove_parametrizations(*stacked_weight(self._module, path), False)
         for parameter in self._frozen:
             parameter.requires_grad_(True)
-        self._bases, self._frozen = {}, []
+        self._bases, self._stacked, self._frozen = {}, {}, []
 
 
 def attach(module: nn.Module, adapter: Adapter) -> Attached:
@@ -149,6 +190,11 @@ def merge(module: nn.Module, adapter: Adapter) -> None:
     _check(module, adapter)
     with torch.no_grad():
         for path, each in adapter.factors.items():
+            if each.stacked:
+                weight = cast(Tensor, getattr(*stacked_weight(module, path)))
+                up, down = (x.to(weight.device, weight.dtype) for x in (each.up, each.down))
+                weight.copy_(stacked_sum(weight, up, down, adapter.scale))
+                continue
             base = _target(module, path)
             up, down = (x.to(base.weight.device).float() for x in (each.up, each.down))
             added = adapter.scale * (up @ down)
@@ -159,7 +205,8 @@ def merge(module: nn.Module, adapter: Adapter) -> None:
 def fresh_adapter(
     module: nn.Module, *, rank: int, alpha: float | None = None, seed: int = 0, spread: float = 0.0
 ) -> Adapter:
-    """Factors for every linear module but the LM head, and for an embedding that is not tied to it.
+    """Factors for every linear module but the LM head, for stacked experts, and for an embedding
+    that is not tied to the head.
 
     alpha: by default ``2 * rank``.
 
@@ -170,6 +217,11 @@ def fresh_adapter(
     generator = torch.Generator().manual_seed(seed)
     factors: dict[str, Factors] = {}
     for path, child in module.named_modules():
+        for name in stacked_names(child):
+            count, out, width = getattr(child, name).shape
+            down = torch.randn(count, rank, width, generator=generator) / math.sqrt(width)
+            up = torch.randn(count, out, rank, generator=generator) * spread
+            factors[f"{path}.{name}"] = Factors(down=down, up=up)
         if _unfit(module, child) is None:
             width, out = _sizes(cast("nn.Linear | nn.Embedding", child))
             rows = isinstance(child, nn.Embedding)
@@ -209,14 +261,19 @@ def read_adapter(folder: str | Path) -> Adapter:
             "the adapter again"
         )
     factors: dict[str, Factors] = {}
+    stacked = peft_paths(halves, config.get("target_parameters") or [])
     for path, pair in halves.items():
         names = tuple(sorted(pair))
+        if path in stacked:
+            down, up = from_peft(pair["lora_A"], pair["lora_B"], rank)
+            factors[stacked[path]] = Factors(down=down, up=up)
+            continue
         factors[path] = Factors(
             down=pair[names[0]], up=pair[names[1]], embedding=names == _HALVES[1]
         )
-    odd = [path for path, each in factors.items() if each.down.shape[0] != rank]
+    odd = [path for path, each in factors.items() if each.rank != rank]
     if odd:
-        has = factors[odd[0]].down.shape[0]
+        has = factors[odd[0]].rank
         raise CheckpointError(f"{CONFIG} says rank {rank}, but {odd[0]} has {has}; correct r")
     divisor = math.sqrt(rank) if config.get("use_rslora") else rank
     return Adapter(scale=alpha / divisor, factors=factors)
@@ -228,16 +285,22 @@ def write_adapter(adapter: Adapter, folder: str | Path) -> None:
 
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    rank = next(iter(adapter.factors.values())).down.shape[0]
+    rank = next(iter(adapter.factors.values())).rank
+    plain = {path: each for path, each in adapter.factors.items() if not each.stacked}
     named = {
         f"{_PREFIX}{path}.{half}{'' if each.embedding else '.weight'}": tensor.contiguous()
-        for path, each in adapter.factors.items()
+        for path, each in plain.items()
         for half, tensor in zip(_HALVES[each.embedding], (each.down, each.up), strict=True)
     }
+    stacked = {path: each for path, each in adapter.factors.items() if each.stacked}
+    by_name, parameters = to_peft(stacked)
+    named |= {f"{_PREFIX}{name}": tensor for name, tensor in by_name.items()}
     save_file(named, folder / TENSORS)
-    targets = sorted({path.rpartition(".")[2] for path in adapter.factors})
+    targets = sorted({path.rpartition(".")[2] for path in plain})
     config = {"peft_type": "LORA", "r": rank, "lora_alpha": adapter.scale * rank,
               "target_modules": targets}  # fmt: skip
+    if parameters:
+        config["target_parameters"] = parameters
     (folder / CONFIG).write_text(json.dumps(config, indent=1))
 
 
@@ -248,10 +311,18 @@ def _check(module: nn.Module, adapter: Adapter) -> None:
     if not math.isfinite(adapter.scale):
         raise CheckpointError(f"the adapter's scale is {adapter.scale}; give a finite one")
     for path, each in adapter.factors.items():
-        base = _target(module, path)
-        wanted = _sizes(base)
-        fits = each.down.dim() == each.up.dim() == 2 and each.down.shape[0] == each.up.shape[1]
-        if not fits or (each.down.shape[1], each.up.shape[0]) != wanted:
+        if each.stacked:
+            experts, name = stacked_weight(module, path)
+            if parametrize.is_parametrized(experts, name):
+                raise CheckpointError(f"{path} carries an adapter already; remove() it first")
+            count, *sizes = getattr(experts, name).shape
+            wanted = (sizes[1], sizes[0])
+            fits = each.up.dim() == 3 and {len(each.up), len(each.down)} == {count}
+        else:
+            wanted = _sizes(_target(module, path))
+            fits = each.down.dim() == each.up.dim() == 2
+        fits = fits and each.rank == each.up.shape[-1]
+        if not fits or (each.down.shape[-1], each.up.shape[-2]) != wanted:
             raise CheckpointError(
                 f"the adapter's factors of {path} are {tuple(each.down.shape)} and "
                 f"{tuple(each.up.shape)}, which do not fit a module from {wanted[0]} to "
@@ -285,7 +356,8 @@ def _unfit(module: nn.Module, child: nn.Module) -> str | None:
     """Why a module takes no adapter, to be put behind its name; None where it does."""
     head = _head(module)
     if type(child) not in (nn.Linear, nn.Embedding):
-        return ""
+        depthwise = isinstance(child, nn.Conv1d) and child.groups > 1
+        return " (depthwise: PEFT merges no adapter of it)" if depthwise else ""
     if child is head:
         return " (the head)"
     tied = head is not None and cast(Any, child).weight is cast(Any, head).weight

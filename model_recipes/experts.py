@@ -185,7 +185,7 @@ def experts_facts(module: nn.Module) -> Mapping[str, Any] | None:
     name = "gate_up_proj" if getattr(module, "has_gate", True) else "up_proj"
     up, down = getattr(module, name, None), getattr(module, "down_proj", None)
     act = getattr(module, "act_fn", None)
-    if not all(isinstance(each, nn.Parameter) and each.dim() == 3 for each in (up, down)):
+    if not all(isinstance(each, Tensor) and each.dim() == 3 for each in (up, down)):
         return None
     if not isinstance(act, nn.Module) or not is_activation(act):
         return None

@@ -85,13 +85,16 @@ def policies(model: LoadedModel, adapter: Adapter) -> dict[str, list[Run]]:
     return found
 
 
-def test_every_linear_module_below_the_head_and_the_embedding_are_adapted(
+def test_linear_modules_below_the_head_experts_and_the_embedding_are_adapted(
     model: LoadedModel, adapter: Adapter
 ) -> None:
     head = module_of(model).get_output_embeddings()
     linear = {n for n, m in model.module.named_modules() if type(m) is nn.Linear and m is not head}
     embedding = {n for n, f in adapter.factors.items() if f.embedding}
-    assert set(adapter.factors) == linear | embedding
+    stacked = {n for n, f in adapter.factors.items() if f.stacked}
+    assert set(adapter.factors) == linear | embedding | stacked
+    assert {name.rpartition(".")[2] for name in stacked} == {"up_proj", "down_proj"}
+    assert len(stacked) == 4
     assert embedding == {"model.embeddings"}
     assert {"in_proj", "out_proj", "q_proj"} <= {name.rpartition(".")[2] for name in linear}
 
@@ -163,7 +166,15 @@ def test_only_the_factors_learn(model: LoadedModel, adapter: Adapter) -> None:
         packed.logprobs([REQUEST]).sum().backward()
         packed.close()
         learned = {n for n, p in model.module.named_parameters() if p.grad is not None}
-        wanted = {f"{path}.{half}.weight" for path in adapter.factors for half in ("down", "up")}
+        wanted = {
+            f"{path}.{half}.weight"
+            for path, each in adapter.factors.items() if not each.stacked
+            for half in ("down", "up")
+        } | {
+            f"{path.rpartition('.')[0]}.parametrizations.{path.rpartition('.')[2]}.0.{half}"
+            for path, each in adapter.factors.items() if each.stacked
+            for half in ("down", "up")
+        }  # fmt: skip
         assert learned == wanted
         changed = attached.adapter()
         assert all(
@@ -186,6 +197,46 @@ def test_written_and_read_it_is_the_same(tmp_path: Path, adapter: Adapter) -> No
     assert names["base_model.model.model.embeddings.lora_embedding_A"].shape == (4, 3011)
 
 
+def test_experts_lie_in_a_file_as_peft_writes_them(tmp_path: Path, adapter: Adapter) -> None:
+    """Names, shapes and sums as PEFT 0.21.2 has them for two ``target_parameters``."""
+    where = "model.layers.1.mixer.experts"
+    experts = {p: f for p, f in adapter.factors.items() if p.startswith(f"{where}.")}
+    write_adapter(replace(adapter, factors=experts), tmp_path)
+    names = load_file(tmp_path / TENSORS)
+    inner, outer = f"base_model.model.{where}.base_layer", f"base_model.model.{where}"
+    shapes = {name: tuple(tensor.shape) for name, tensor in names.items()}
+    assert shapes == {
+        f"{inner}.lora_A.weight": (64, 120), f"{inner}.lora_B.weight": (184, 64),
+        f"{outer}.lora_A.weight": (64, 184), f"{outer}.lora_B.weight": (120, 64),
+    }  # fmt: skip
+    down, up = (names[f"{inner}.lora_{half}.weight"] for half in "AB")
+    theirs = torch.einsum("ore,eri->eoi", up.reshape(184, 4, 16), down.reshape(16, 4, 120))
+    mine = experts[f"{where}.up_proj"]
+    assert torch.allclose(theirs, mine.up @ mine.down, rtol=1e-5, atol=1e-6)
+    again = read_adapter(tmp_path)
+    assert again.factors.keys() == experts.keys()
+    assert all(bits.equal(again.factors[p].up, f.up) for p, f in experts.items())
+    config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps(config | {"target_parameters": ["experts.up_proj"]}))
+    with pytest.raises(CheckpointError, match="has 2 pairs"):
+        read_adapter(tmp_path)
+
+
+def test_experts_beside_the_base_have_the_bits_of_merged_ones(
+    model: LoadedModel, adapter: Adapter, policies: dict[str, list[Run]]
+) -> None:
+    experts = replace(
+        adapter, factors={p: f for p, f in adapter.factors.items() if f.stacked}
+    )
+    attached = attach(model.module, experts)
+    beside = logprob_bits(runs(model)[0])
+    attached.remove()
+    merged = load_model(SPEC)
+    merge(merged.module, experts)
+    assert logprob_bits(runs(merged)[0]) == beside
+    assert beside != logprob_bits(policies["base"][0])
+
+
 def test_an_embedding_that_is_tied_to_the_head_is_refused(adapter: Adapter) -> None:
     tied = load_model("tiny:llama").module
     assert not any(f.embedding for f in fresh_adapter(tied, rank=2).factors.values())
@@ -201,11 +252,15 @@ def test_adapters_that_do_not_fit_are_refused_by_name(model: LoadedModel, adapte
     )
     head = next(n for n, m in model.module.named_modules()
                 if m is module_of(model).get_output_embeddings())  # fmt: skip
+    stacked = next(f for p, f in adapter.factors.items() if p.endswith("experts.up_proj"))
     wide = Factors(down=torch.zeros(4, 7), up=factors.up)
     wrong: list[tuple[dict[str, Factors], str]] = [
         ({}, "binds no module"),
         ({"model.layers.99.mixer.in_proj": factors}, "layers.99.* does not have"),
         ({experts: factors}, "adapters go on linear modules"),
+        ({f"{experts}.gate_proj": stacked}, "no weight of stacked experts"),
+        ({f"{experts}.up_proj": Factors(down=stacked.down[:, :, 1:], up=stacked.up)}, "do not fit"),
+        ({"model.layers.0.mixer.conv1d": factors}, "depthwise"),
         ({head: factors}, "the head"),
         ({path: wide}, "do not fit"),
         ({path: Factors(down=factors.down * float("nan"), up=factors.up)}, "not finite"),
