@@ -12,6 +12,7 @@ one is. Nothing heavy is imported here.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import threading
@@ -33,6 +34,16 @@ def worth_it(model: str, *, device: str, rollout: str) -> bool:
     cores = int(threads) if threads.isdecimal() else os.cpu_count() or 1
     reduced = model.startswith(("tiny:", "code:"))
     return device == "cpu" and rollout == "paged" and cores > 1 and not reduced
+
+
+@contextlib.contextmanager
+def without_gc() -> Generator[None]:
+    """While much is imported: objects by the million, and none of them garbage."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def new_pool() -> ProcessPoolExecutor:
@@ -60,7 +71,8 @@ def take(model: str, *, dtype: DTypeName, device: str, seed: int) -> "LoadedMode
 
 
 def _load(asked: Asked) -> None:
-    from .gates import run_gates  # all that its work will import
+    with without_gc():
+        from .gates import run_gates  # all that its work will import
 
     assert run_gates
     model, dtype, device, seed = asked

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ..second_process import second_process, worth_it
+from ..second_process import second_process, without_gc, worth_it
 from . import options
 from .answer import Answer, command, table
 from .progress import stages
@@ -63,8 +63,9 @@ def gate(
     beside = second_process(model, dtype=dtype, device=device, seed=seed)
     with stages() as progress, beside if two else contextlib.nullcontext() as pool:
         progress(f"loading {model}")
-        from ...model_recipes.models import load_model
-        from ..gates import run_gates
+        with without_gc():
+            from ...model_recipes.models import load_model
+            from ..gates import run_gates
 
         loaded = load_model(model, dtype=dtype, device=device, seed=seed)
         report = run_gates(

@@ -72,18 +72,20 @@ def _run(
 ) -> tuple[str, list[str]]:
     """In the other process: load the model again and run the gates of these names."""
     from ...model_recipes.plan import load_own_kernels
-    from .bench import Bench, requests_digest
+    from .bench import Bench, copy_of, requests_digest
     from .run import GATES, prompts_for, run_gate
 
     torch.set_num_threads(threads)
     asked, size = Request.model_validate_json(asked_text), Size(**counts)
     model = take(asked.model, dtype=asked.dtype, device=asked.device, seed=asked.seed)
+    untouched = copy_of(model)
     if asked.recipe is not None:
         load_own_kernels(asked.recipe)
     file = Path(asked.prompts) if asked.prompts else None
     bench = Bench(
         model=model, plan=Plan.model_validate_json(plan_text), size=size, quick=asked.quick,
         prompts=tuple(prompts_for(model, size, asked.seed, file)), seed=asked.seed,
+        untouched=untouched,
     )  # fmt: skip
     try:
         found = [run_gate(gate, bench) for gate in GATES if gate.id in names]

@@ -126,7 +126,10 @@ class _Current:
 
 @dataclass
 class Bench:
-    """See the module. prompts: requests without a reply, each with a budget to sample."""
+    """See the module. prompts: requests without a reply, each with a budget to sample.
+
+    untouched: a copy of the model from before any plan was applied to it; None: loaded again.
+    """
 
     model: LoadedModel
     plan: Plan
@@ -135,6 +138,7 @@ class Bench:
     quick: bool
     seed: int = 0
     progress: Callable[[str], None] = lambda stage: None
+    untouched: LoadedModel | None = None
     _current: _Current = field(default_factory=_Current)
 
     def on(self, plan: Plan | None = None) -> Engines:
@@ -167,8 +171,8 @@ class Bench:
 
     @functools.cached_property
     def pristine(self) -> LoadedModel:
-        """The model loaded a second time; it never carries the plan being gated."""
-        return self._loaded()
+        """The model once more, as it was loaded; it never carries the plan being gated."""
+        return self.untouched or self._loaded()
 
     @functools.cached_property
     def sampled(self) -> Run:
@@ -227,7 +231,8 @@ class Bench:
         """
         from .scale import long_request
 
-        few = (*self.requests[:2], long_request(self.requests, self.size.long))
+        short = self.requests[: 1 if self.quick else 2]
+        few = (*short, long_request(self.requests, self.size.long))
         found: list[tuple[str, TokenCount, TokenCount]] = []
         for op_class in STOCK_TRIED[:1] if self.plan.is_stock else STOCK_TRIED:
             red = self.on(with_stock(self.plan, op_class))
@@ -266,6 +271,13 @@ class Bench:
             found = localize(*sides, self.model, requests, plan=self.plan, options=options)
             heat = stored_heat_map(Path(name)) if found.status == "DIVERGENT" else None
         return found, heat
+
+
+def copy_of(model: LoadedModel) -> LoadedModel | None:
+    """A copy of a loaded model; None on a GPU, whose memory holds what is needed at the time."""
+    if model.device.type != "cpu":
+        return None
+    return replace(model, module=copy.deepcopy(model.module))
 
 
 def engines_on(model: LoadedModel, plan: Plan) -> Engines:

@@ -213,21 +213,22 @@ def _resume(bench: Bench, found: Findings, file: Path) -> None:
     wanted = whole.digests()
     whole.close()
 
+    other = Learner(bench.fresh(), bench.plan, rate)
+
     def resumed(forget: bool) -> dict[str, str]:
-        learner = Learner(bench.fresh(), bench.plan, rate)
-        learner.load(file)
+        other.load(file)
         if forget:
-            learner.forget_smallest()
+            other.forget_smallest()
         for turn in range(half, steps):
-            learner.step(batches[turn], loss_weights(batches[turn], turn))
-        learner.close()
-        return learner.digests()
+            other.step(batches[turn], loss_weights(batches[turn], turn))
+        return other.digests()
 
     got = resumed(forget=False)
     odd = [name for name, digest in wanted.items() if got.get(name) != digest]
     found.part(f"{steps} steps = {half}, checkpoint, {steps - half} more", len(wanted), len(odd),
                "tensors of model and optimiser", ", ".join(odd[:3]))  # fmt: skip
     lost = resumed(forget=True)
+    other.close()
     red = sum(lost.get(name) != digest for name, digest in wanted.items())
     found.control(
         "the optimiser's memory of the smallest tensor lost", "1 tensor", len(wanted), red

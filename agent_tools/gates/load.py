@@ -3,11 +3,12 @@
     with Load() as load: ...
     load.rounds        # > 0: it really ran
 
-torch releases the interpreter inside its kernels, so one thread is enough to take a core and to
-shuffle the allocator.
+torch releases the interpreter inside its kernels, so one thread is enough to shuffle the allocator
+and to take half of a core, in bursts.
 """
 
 import threading
+import time
 
 import torch
 
@@ -31,7 +32,9 @@ class Load:
     def _work(self) -> None:
         with torch.no_grad():
             while not self._stop.is_set():
+                began = time.perf_counter()
                 size = 96 + 32 * (self.rounds % 5)
                 noise = torch.rand(size, size)
                 torch.relu(noise @ noise).sum()
                 self.rounds += 1
+                self._stop.wait(time.perf_counter() - began)

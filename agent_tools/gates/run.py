@@ -51,7 +51,7 @@ from .base import (
     seal,
     verify,
 )
-from .bench import FULL, QUICK, Bench, Size, requests_digest
+from .bench import FULL, QUICK, Bench, Size, copy_of, requests_digest
 from .budget import fitted, row_operations
 from .vllm import VllmBench, gates_for_vllm
 
@@ -123,6 +123,7 @@ def run_gates(
     share = 1.0
     if size is None:
         size, share = fitted(QUICK if quick else FULL, row_operations(model))
+    untouched = copy_of(model)  # looking for sites applies a plan
     load_own_kernels(plan)
     resolved = plan if isinstance(plan, Plan) else plan_from(
         plan, find_sites(model.module), model.dtype, model.device, model.identity
@@ -135,6 +136,7 @@ def run_gates(
         quick=quick,
         seed=seed,
         progress=progress,
+        untouched=untouched,
     )
     asked = Request(
         model=model.spec,

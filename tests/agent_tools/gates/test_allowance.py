@@ -37,6 +37,12 @@ def test_a_class_is_beyond_where_each_of_its_weights_would_pass() -> None:
     assert judged(**fine) == []
 
 
+def test_a_class_of_few_numbers_is_one_draw_and_held_as_a_weight_is() -> None:
+    for count, beyond in ((2, 0), (3, LAYERS)):  # 60 numbers, and 90
+        wrong = {f"b{n}": Error(0.15, 1.0, count) for n in range(LAYERS)}
+        assert len(judged(**wrong)) == beyond, count
+
+
 def test_everything_is_beyond_where_the_mean_is_and_no_contract_is_exceeded() -> None:
     assert len(too_far({n: Error(0.12, 1.0) for n in STOCK}, STOCK, BOUND)[0]) == 2 * LAYERS
     assert too_far(STOCK, STOCK, 0.1)[0] == ["layers.9.a.weight"]
@@ -45,6 +51,6 @@ def test_everything_is_beyond_where_the_mean_is_and_no_contract_is_exceeded() ->
 def test_errors_are_norms_and_a_missing_gradient_is_infinitely_far() -> None:
     exact = {"x": torch.tensor([3.0, 4.0]), "y": torch.ones(4)}
     errors = errors_of({"x": torch.tensor([3.0, 3.0])}, exact)
-    assert errors["x"] == Error(1.0, 5.0)
+    assert errors["x"] == Error(1.0, 5.0, 2)
     assert errors["y"].relative == math.inf
     assert pooled([Error(3.0, 5.0), Error(4.0, 12.0)]) == pytest.approx(5 / 13)

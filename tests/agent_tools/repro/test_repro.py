@@ -106,9 +106,9 @@ def cpu_seconds(code: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", ANY)
 def test_a_repro_of_any_planted_fault_is_small_and_runs_alone_in_seconds(
-    model: LoadedModel, tmp_path: Path, fault: str
+    tmp_path: Path, fault: str
 ) -> None:
-    kind = write_repro_of(fault, model, tmp_path)
+    kind = write_repro_of(fault, load_model(FAULTS[fault].model), tmp_path)
     ran = run_alone(tmp_path)
     assert ran.exit_code == 1, ran.said
     assert ran.bytes < MAX_BYTES
