@@ -13,8 +13,8 @@ o = w (q S) + A U, a_ij = e_ij (q_i . k_j). Without a delta rule U is v.
 A row's T needs the rows before it alone: decode computes one row of T, R, U and o with prefill's
 instructions. Operands of products are bf16 (S, T, R, U, a, e U rounded), sums fp32, K ascending.
 Pages keep k, G and R (v without a delta rule) of the rows of an open chunk, and T where its end
-state will be; T of a chunk that becomes full lies in scratch. ``recurrence_replay_kernel`` is the
-third program for few new rows: the R of earlier rows is read, not made again.
+state will be; T of a chunk that becomes full lies in scratch. For few new rows
+:mod:`.gpu_replay_kernels` does the same row by row.
 
 Legend: as in :mod:`.gpu_kernels`; C a multiple of 16, M rows of a tile, one of a chunk's parts.
 """
@@ -41,6 +41,16 @@ def _tile(n, owner_ptr, ends_ptr, start_ptr, length_ptr, B, M: tl.constexpr):
 
 
 @triton.jit
+def _either(which, a, b, EVEN: tl.constexpr):
+    """One of two pointers, as integers: Triton's compiler for AMD cannot choose between pointers.
+
+    EVEN: both are multiples of 16 bytes.
+    """
+    p = tl.where(which, a.to(tl.int64), b.to(tl.int64)).to(a.dtype)
+    return tl.multiple_of(p, 16) if EVEN else p
+
+
+@triton.jit
 def _copy(new_ptr, pages, row, slot, mask, W, cols):
     """Rows of the call to a page, both W wide."""
     fits = mask[:, None] & (cols < W)[None, :]
@@ -51,7 +61,8 @@ def _copy(new_ptr, pages, row, slot, mask, W, cols):
 @triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_pages_kernel(
     k_ptr, v_ptr, g_ptr, k_pages, u_pages, g_pages, owner_ptr, ends_ptr, start_ptr, length_ptr,
-    table_ptr, widest, B, GW, KW, VW, C: tl.constexpr, DELTA: tl.constexpr, COLS: tl.constexpr,
+    table_ptr, widest, B, GW, KW, VW, C: tl.constexpr, DELTA: tl.constexpr, ALL: tl.constexpr,
+    COLS: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0)
     live, request, low, begin, stop, shift = _tile(
@@ -61,7 +72,7 @@ def recurrence_pages_kernel(
         base = tl.load(table_ptr + request * widest + low // C).to(tl.int64) * C
         first, last = tl.maximum(low, begin), tl.minimum(stop, low + C)
         cols = tl.program_id(1) * COLS + tl.arange(0, COLS)
-        if (begin > low) | (stop < low + C):
+        if (begin > low) | (stop < low + C) | ALL:
             for at in range(first, last, 16):
                 p = at + tl.arange(0, 16)
                 mask, row, slot = p < last, p + shift, base + p - low
@@ -118,14 +129,11 @@ def _substitute(solved, far, near, beta, at, old, last, C: tl.constexpr, CP: tl.
 
 @triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_solve_kernel(
-    q_ptr, k_ptr, beta_ptr, a_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr,
-    start_ptr, length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr, AHEAD: tl.constexpr,
+    k_ptr, beta_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr, start_ptr,
+    length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    CP: tl.constexpr, KP: tl.constexpr,
 ):  # fmt: skip
-    """New rows of T, C columns each, bf16: into ``full`` [n, HV, C, C] or ``open``, end pages.
-
-    AHEAD: those of a [T, HV, C] too, bf16.
-    """
+    """New rows of T, C columns each, bf16: into ``full`` [n, HV, C, C] or ``open``, end pages."""
     n = tl.program_id(1)
     h = tl.program_id(0)
     live, request, low, begin, stop, shift = _tile(
@@ -135,7 +143,9 @@ def recurrence_solve_kernel(
         dtype = open_ptr.dtype.element_ty
         page = tl.load(table_ptr + request * widest + low // C).to(tl.int64)
         wide = HK * K
-        keys = tl.where(begin <= low, k_ptr + (low + shift) * wide, k_pages + page * C * wide)
+        keys = _either(
+            begin <= low, k_ptr + (low + shift) * wide, k_pages + page * C * wide, K % 8 == 0
+        )
         keys += h // (HV // HK) * K
         j, d, r = tl.arange(0, CP), tl.arange(0, KP), tl.arange(0, 16)
         there = (j < C) & (low + j < stop)
@@ -145,7 +155,8 @@ def recurrence_solve_kernel(
         decays = g_pages + page * C * HV + h
         g_j = tl.load(decays + j * HV, mask=there, other=0.0)
         kept = open_ptr + (page * HV + h) * (2 * K * V)
-        solved = tl.where(stop < low + C, kept, full_ptr + (n.to(tl.int64) * HV + h) * (C * C))
+        solved = full_ptr + (n.to(tl.int64) * HV + h) * (C * C)
+        solved = _either(stop < low + C, kept, solved, K * V % 4 == 0)
         old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
         if (old > 0) & (stop >= low + C):
             _reopen(kept, solved, j, old, C)
@@ -165,16 +176,6 @@ def recurrence_solve_kernel(
             under = (r[:, None] > r[None, :]) & new[:, None]
             e = tl.exp2(tl.where(under, g_i[:, None] - g_r[None, :], 0.0) * LOG2E)
             near = tl.where(under, tl.dot(k, tl.trans(k)) * e, 0.0) * beta[:, None]
-            if AHEAD:
-                q = tl.load(
-                    q_ptr + (low + shift + i)[:, None] * wide + h // (HV // HK) * K + d[None, :],
-                    mask=new[:, None] & (d < K)[None, :], other=0.0,
-                )  # fmt: skip
-                reach = new[:, None] & (j[None, :] <= i[:, None])
-                e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
-                a = (tl.dot(q, keys_t) * e).to(dtype)
-                to = a_ptr + ((low + shift + i)[:, None] * HV + h) * C + j[None, :]
-                tl.store(to, a, mask=reach)
             _substitute(solved, far, near, beta, at, old, last, C, CP)
 
 
@@ -208,7 +209,9 @@ def recurrence_scan_kernel(
             low = chunk * C
             page = tl.load(table + chunk).to(tl.int64)
             fresh, row = begin <= low, low + first - begin
-            keys = tl.where(fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide)
+            keys = _either(
+                fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide, K % 8 == 0
+            )
             k = tl.load(
                 keys + h // (HV // HK) * K + j[:, None] * keys_wide + d[None, :],
                 mask=(j < C)[:, None] & (d < K)[None, :], other=0.0,
@@ -280,12 +283,12 @@ def recurrence_out_kernel(
         state = tl.load(
             end_pages + (before * HV + h) * (K * V) + d[:, None] * V + cols[None, :],
             mask=(d < K)[:, None] & fits[None, :] & (low > 0), other=0.0,
-        )  # fmt: skip
+        ).to(dtype)  # fmt: skip
         fresh, row = begin <= low, low + shift
         keys_wide, wide = HK * K, HV * V
         kh = h // (HV // HK) * K
         there = (j < C) & (low + j < stop)
-        keys = tl.where(fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide)
+        keys = _either(fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide, K % 8 == 0)
         k = tl.load(
             keys + kh + j[:, None] * keys_wide + d[None, :],
             mask=there[:, None] & (d < K)[None, :], other=0.0,
@@ -298,7 +301,8 @@ def recurrence_out_kernel(
         if DELTA:
             solved_ptr = open_ptr + (page * HV + h) * (2 * K * V)
             place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
-            solved_ptr = tl.where(stop < low + C, solved_ptr, full_ptr + (place * HV + h) * (C * C))
+            place = full_ptr + (place * HV + h) * (C * C)
+            solved_ptr = _either(stop < low + C, solved_ptr, place, K * V % 4 == 0)
             solved = tl.load(
                 solved_ptr + j[:, None] * C + j[None, :], mask=there[:, None] & (j < C)[None, :],
                 other=0.0,
@@ -321,13 +325,11 @@ def recurrence_out_kernel(
             a = tl.load(
                 a_ptr + ((p + shift)[:, None] * HV + h) * C + j[None, :], mask=reach, other=0.0
             )
-            state = state.to(dtype)
             o = tl.dot((q.to(tl.float32) * tl.exp2(g_i * LOG2E)).to(dtype), state)
         else:
             decays = g_pages + page * C * HV + h
             g_i = tl.load(decays + i * HV, mask=new, other=0.0)
             g_j = tl.load(decays + j * HV, mask=there, other=0.0)
-            state = state.to(dtype)
             e = tl.exp2(tl.where(reach, g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
             a = tl.where(reach, tl.dot(q, tl.trans(k)) * e, 0.0).to(dtype)
             o = tl.dot(q, state) * tl.exp2(g_i * LOG2E)[:, None]
@@ -349,79 +351,3 @@ def recurrence_out_kernel(
             o_ptr + ((p + shift)[:, None] * HV + h) * V + cols[None, :], o,
             mask=new[:, None] & fits[None, :],
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["widest", "B"])
-def recurrence_replay_kernel(
-    q_ptr, k_ptr, v_ptr, a_ptr, u_pages, g_pages, end_pages, open_ptr, full_ptr, owner_ptr,
-    ends_ptr, start_ptr, length_ptr, table_ptr, o_ptr, widest, B, HK, HV, K: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, CHANNELS: tl.constexpr, KP: tl.constexpr,
-    BV: tl.constexpr,
-):  # fmt: skip
-    """o fp32 [T, HV, V] of delta rules, 16 new rows of a chunk at once, with a made ahead."""
-    h = tl.program_id(1)
-    n = tl.program_id(2)
-    live, request, low, begin, stop, shift = _tile(
-        n, owner_ptr, ends_ptr, start_ptr, length_ptr, B, C
-    )
-    if live:
-        dtype = v_ptr.dtype.element_ty
-        table = table_ptr + request * widest + low // C
-        before = tl.load(table - 1, mask=low > 0, other=0).to(tl.int64)
-        page = tl.load(table).to(tl.int64)
-        cols = tl.program_id(0) * BV + tl.arange(0, BV)
-        d, j, r = tl.arange(0, KP), tl.arange(0, CP), tl.arange(0, 16)
-        fits, whole = cols < V, (d < K)[None, :]
-        state = tl.load(
-            end_pages + (before * HV + h) * (K * V) + d[:, None] * V + cols[None, :],
-            mask=(d < K)[:, None] & fits[None, :] & (low > 0), other=0.0,
-        )  # fmt: skip
-        old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
-        open_now = stop < low + C
-        wide, keys_wide, kh = HV * V, HK * K, h // (HV // HK) * K
-        kept = u_pages + page * C * wide + h * V + cols[None, :]
-        left = tl.load(
-            kept + j[:, None] * wide, mask=(j < old)[:, None] & fits[None, :], other=0.0
-        )
-        solved_ptr = tl.where(
-            open_now, open_ptr + (page * HV + h) * (2 * K * V),
-            full_ptr + (n.to(tl.int64) * HV + h) * (C * C),
-        )  # fmt: skip
-        solved = tl.load(
-            solved_ptr + j[:, None] * C + j[None, :], mask=(j < last)[:, None] & (j < C)[None, :],
-            other=0.0,
-        )  # fmt: skip
-        for at in range(old, last, 16):
-            i = at + r
-            new = (i < last)[:, None]
-            row = (low + shift + i)[:, None]
-            k = tl.load(k_ptr + row * keys_wide + kh + d[None, :], mask=new & whole, other=0.0)
-            q = tl.load(q_ptr + row * keys_wide + kh + d[None, :], mask=new & whole, other=0.0)
-            v = tl.load(
-                v_ptr + row * wide + h * V + cols[None, :], mask=new & fits[None, :], other=0.0
-            ).to(tl.float32)
-            a = tl.load(
-                a_ptr + (row * HV + h) * C + j[None, :], mask=new & (j[None, :] <= i[:, None]),
-                other=0.0,
-            )  # fmt: skip
-            if CHANNELS:
-                decays = g_pages + (page * C * HV + h) * K
-                at_i = i[:, None] * (HV * K) + d[None, :]
-                g = tl.load(decays + at_i, mask=new & whole, other=0.0)
-                w = tl.exp2(g * LOG2E)
-                narrow = state.to(dtype)
-                v -= tl.dot((k.to(tl.float32) * w).to(dtype), narrow)
-                o = tl.dot((q.to(tl.float32) * w).to(dtype), narrow)
-            else:
-                g = tl.load(g_pages + (page * C + i) * HV + h, mask=i < last, other=0.0)
-                w = tl.exp2(g * LOG2E)[:, None]
-                narrow = state.to(dtype)
-                v -= w * tl.dot(k, narrow)
-                o = tl.dot(q, narrow) * w
-            fresh = v.to(dtype)
-            tl.store(kept + i[:, None] * wide, fresh, mask=new & fits[None, :] & open_now)
-            here = (j[:, None] == i[None, :]) & (i < last)[None, :]
-            placed = tl.dot(here.to(dtype), fresh).to(dtype)  # a copy: one product is not zero
-            left = tl.where(((j >= at) & (j < at + 16))[:, None], placed, left)
-            o = tl.dot(a, tl.dot(solved, left).to(dtype), o)
-            tl.store(o_ptr + row * wide + h * V + cols[None, :], o, mask=new & fits[None, :])

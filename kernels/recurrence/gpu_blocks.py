@@ -52,8 +52,8 @@ def shape_of(tokens: int, requests: int, g: Tensor, chunk: int) -> Shape:
     out, solve = ((64, 8, 0), 4) if channels else ((64, 4, 0), 2)
     scan = (32, 8, 1) if channels else (32, 4, 2)
     if tokens <= 4 * requests:
-        return Shape(rows=BLOCK, scan=scan, out=out, solve=solve)
-    rows = next(size for size in (64, 32, BLOCK) if chunk % size == 0)
+        return Shape(rows=BLOCK, scan=scan, out=(64, 4, 0), solve=4)
+    rows = next(size for size in (128, 64, 32, BLOCK) if chunk % size == 0)
     return Shape(rows=rows, scan=scan, out=out, solve=solve)
 
 
@@ -103,6 +103,7 @@ def launch(
     kernels = programs(__package__, "gpu_block_kernels")
 
     q, k, v, g = (aligned(each) for each in (q, k, v, g))
+    beta = None if beta is None else aligned(beta)
     (tokens, key_heads, key), (heads, value), chunk = q.shape, v.shape[1:], k_pages.shape[1]
     delta, channels = beta is not None, g.dim() == 3
     if chunk % BLOCK or (delta and chunk * chunk > 2 * key * value):
@@ -117,7 +118,7 @@ def launch(
     shape = shape or shape_of(tokens, requests, g, chunk)
     (owner, ends), tiles, folds = blocks or blocks_of(query_start, length, tokens, chunk, shape)
     chunks = owner.numel()
-    few = delta and shape.rows == BLOCK < chunk
+    few = shape.rows == BLOCK < chunk
     a = torch.empty(tokens if channels or few else 0, heads, chunk, dtype=v.dtype, device=q.device)
     full = torch.empty(chunks if delta else 0, heads, chunk, chunk, dtype=v.dtype, device=q.device)
     still_open = end_pages.view(v.dtype)
@@ -129,21 +130,35 @@ def launch(
     widest = max(key_heads * key, heads * value, g_pages[0, 0].numel())
     kernels.recurrence_pages_kernel[(chunks, -(-widest // 256))](
         k, v, g, k_pages, u_pages, g_pages, *whose, g_pages[0, 0].numel(), key_heads * key,
-        heads * value, C=chunk, DELTA=delta, COLS=256, num_warps=4, **options,
+        heads * value, C=chunk, DELTA=delta, ALL=few, COLS=256, num_warps=4, **options,
     )  # fmt: skip
     solve: dict[str, Any] = {"num_warps": shape.solve, "num_stages": 1, **options}
     where = (*whose, key_heads, heads)
-    if channels and beta is not None:
+    vec = 4 if sizes["KP"] <= 128 else 8
+    decayed = torch.empty(
+        tokens if channels and few else 0, heads, 2, key, dtype=v.dtype, device=q.device
+    )
+    replay_kernels = programs(__package__, "gpu_replay_kernels")
+    if few and beta is None:
+        replay_kernels.recurrence_scores_kernel[(key_heads, chunks)](
+            q, k, a, k_pages, g_pages, *where, K=key, C=chunk, CP=padded(chunk), KP=padded(key),
+            **solve,
+        )  # fmt: skip
+    elif few:
+        replay_kernels.recurrence_rows_kernel[(heads, chunks)](
+            q, k, beta, a, decayed, k_pages, g_pages, still_open, full, *where, **sizes,
+            CHANNELS=channels, VEC=vec, **solve,
+        )  # fmt: skip
+    elif channels:
         channel_kernels = programs(__package__, "gpu_channel_kernels")
         channel_kernels.recurrence_solve_channels_kernel[(heads, chunks)](
-            q, k, aligned(beta), a, k_pages, g_pages, still_open, full, *where, **sizes,
-            VEC=4 if sizes["KP"] <= 128 else 8, **solve,
+            q, k, beta, a, k_pages, g_pages, still_open, full, *where, **sizes, VEC=vec,
+            **solve,
         )  # fmt: skip
     elif beta is not None:
         kernels.recurrence_solve_kernel[(heads, chunks)](
-            q, k, aligned(beta), a, k_pages, g_pages, still_open, full, *where, **sizes,
-            AHEAD=few, **solve,
-        )  # fmt: skip
+            k, beta, k_pages, g_pages, still_open, full, *where, **sizes, **solve
+        )
     sizes["CHANNELS"] = channels
     columns, warps, stages = shape.scan
     kernels.recurrence_scan_kernel[(-(-value // columns), heads, min(requests, _FOLDS))](
@@ -155,9 +170,11 @@ def launch(
     options |= {"maxnreg": registers} if registers else {}
     options |= {"num_warps": warps, "num_stages": 1}
     if few:
-        kernels.recurrence_replay_kernel[(-(-value // columns), heads, chunks)](
-            q, k, v, a, u_pages, g_pages, end_pages, still_open, full, owner, ends, *index, o,
-            table.shape[1], requests, key_heads, heads, **sizes, BV=columns, **options,
+        pair = (decayed, decayed) if channels else (q, k)
+        replay_kernels.recurrence_replay_kernel[(-(-value // columns), heads, chunks)](
+            *pair, v, a, u_pages, g_pages, end_pages, still_open, full, owner, ends, *index, o,
+            table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta, BV=columns,
+            **options,
         )  # fmt: skip
         return o
     kernels.recurrence_out_kernel[(-(-value // columns), heads, tiles[0].numel())](

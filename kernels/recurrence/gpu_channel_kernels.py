@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from ..gpu.tree import row_sum
-from .gpu_block_kernels import LOG2E, _reopen, _substitute, _tile
+from .gpu_block_kernels import LOG2E, _either, _reopen, _substitute, _tile
 
 
 @triton.jit(do_not_specialize=["widest", "B"])
@@ -29,12 +29,15 @@ def recurrence_solve_channels_kernel(
         dtype = open_ptr.dtype.element_ty
         page = tl.load(table_ptr + request * widest + low // C).to(tl.int64)
         wide, deep, kh = HK * K, HV * K, h // (HV // HK) * K
-        keys = tl.where(begin <= low, k_ptr + (low + shift) * wide, k_pages + page * C * wide) + kh
+        keys = kh + _either(
+            begin <= low, k_ptr + (low + shift) * wide, k_pages + page * C * wide, K % 8 == 0
+        )
         decays = g_pages + (page * C * HV + h) * K
         j, d, r = tl.arange(0, CP), tl.arange(0, KP), tl.arange(0, 16)
         whole = (d < K)[None, :]
         kept = open_ptr + (page * HV + h) * (2 * K * V)
-        solved = tl.where(stop < low + C, kept, full_ptr + (n.to(tl.int64) * HV + h) * (C * C))
+        solved = full_ptr + (n.to(tl.int64) * HV + h) * (C * C)
+        solved = _either(stop < low + C, kept, solved, K * V % 4 == 0)
         old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
         if (old > 0) & (stop >= low + C):
             _reopen(kept, solved, j, old, C)
