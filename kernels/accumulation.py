@@ -14,8 +14,8 @@ A weight with two uses (an embedding that is also the head) has a chain for each
 the end in the order of their names. An operator that does not know this module leaves its gradient
 in ``.grad``, which is added last: then the split does matter. On a GPU weights of products, norms,
 convolutions and gates continue in whole blocks of 8,192 tokens (``linear/gpu.py``), and embeddings
-add a finished sum for each micro-batch: fp32 all the way, but the split shows. One weight used twice by the same
-operator within a micro-batch would interleave two chains, and is refused.
+add a finished sum for each micro-batch: fp32 all the way, but the split shows. One weight used
+twice by the same operator within a micro-batch would interleave two chains, and is refused.
 """
 
 import threading
