@@ -181,10 +181,10 @@ def recurrence_solve_kernel(
 
 @triton.jit(do_not_specialize=["widest"])
 def recurrence_scan_kernel(
-    k_ptr, v_ptr, k_pages, u_pages, g_pages, end_pages, full_ptr, ends_ptr, fold_ptr, folds_ptr,
-    start_ptr, length_ptr, table_ptr, widest, HK, HV, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, CP: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
-    KP: tl.constexpr, BV: tl.constexpr,
+    k_ptr, v_ptr, k_since, k_until, k_pages, u_pages, g_pages, end_pages, full_ptr, ends_ptr,
+    fold_ptr, folds_ptr, start_ptr, length_ptr, table_ptr, widest, HK, HV, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, DELTA: tl.constexpr, CHANNELS: tl.constexpr,
+    READY: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
 ):  # fmt: skip
     """End states of chunks that become full."""
     h = tl.program_id(1)
@@ -209,13 +209,14 @@ def recurrence_scan_kernel(
             low = chunk * C
             page = tl.load(table + chunk).to(tl.int64)
             fresh, row = begin <= low, low + first - begin
-            keys = _either(
-                fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide, K % 8 == 0
-            )
-            k = tl.load(
-                keys + h // (HV // HK) * K + j[:, None] * keys_wide + d[None, :],
-                mask=(j < C)[:, None] & (d < K)[None, :], other=0.0,
-            )  # fmt: skip
+            if not READY:
+                keys = _either(
+                    fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide, K % 8 == 0
+                )
+                k = tl.load(
+                    keys + h // (HV // HK) * K + j[:, None] * keys_wide + d[None, :],
+                    mask=(j < C)[:, None] & (d < K)[None, :], other=0.0,
+                )  # fmt: skip
             old = begin - low
             rows_at = h * V + j[:, None] * wide + cols[None, :]
             inside = (j < C)[:, None] & fits[None, :]
@@ -230,7 +231,18 @@ def recurrence_scan_kernel(
                     full_ptr + ((place + chunk) * HV + h) * (C * C) + j[:, None] * C + j[None, :],
                     mask=(j < C)[:, None] & (j < C)[None, :], other=0.0,
                 )  # fmt: skip
-            if CHANNELS:
+            if READY:
+                to = ((place + chunk) * HV + h) * (C * K) + j[:, None] * K + d[None, :]
+                mask = (j < C)[:, None] & (d < K)[None, :]
+                moved = tl.load(k_since + to, mask=mask & (j >= old)[:, None], other=0.0)
+                k = tl.load(k_until + to, mask=mask, other=0.0)
+                at_last = g_pages + ((page * C + C - 1) * HV + h) * K + d
+                g_last = tl.load(at_last, mask=d < K, other=0.0)
+                u -= tl.dot(moved, state.to(dtype))
+                u = tl.where((j < old)[:, None], held, u).to(dtype)
+                u = tl.dot(solved, u).to(dtype)
+                state *= tl.exp2(g_last * LOG2E)[:, None]
+            elif CHANNELS:
                 decays = g_pages + (page * C * HV + h) * K
                 g = tl.load(
                     decays + j[:, None] * (HV * K) + d[None, :],
@@ -261,10 +273,11 @@ def recurrence_scan_kernel(
 
 @triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_out_kernel(
-    q_ptr, k_ptr, v_ptr, a_ptr, k_pages, u_pages, g_pages, end_pages, open_ptr, full_ptr, owner_ptr,
-    ends_ptr, chunk_ends_ptr, start_ptr, length_ptr, table_ptr, o_ptr, widest, B, HK, HV,
-    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, DELTA: tl.constexpr,
-    CHANNELS: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr, M: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, a_ptr, q_since, k_since, k_pages, u_pages, g_pages, end_pages, open_ptr,
+    full_ptr, owner_ptr, ends_ptr, chunk_ends_ptr, start_ptr, length_ptr, table_ptr, o_ptr, widest,
+    B, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
+    DELTA: tl.constexpr, CHANNELS: tl.constexpr, KP: tl.constexpr, BV: tl.constexpr,
+    M: tl.constexpr,
 ):  # fmt: skip
     """o fp32 [T, HV, V]."""
     h = tl.program_id(1)
@@ -288,11 +301,15 @@ def recurrence_out_kernel(
         keys_wide, wide = HK * K, HV * V
         kh = h // (HV // HK) * K
         there = (j < C) & (low + j < stop)
-        keys = _either(fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide, K % 8 == 0)
-        k = tl.load(
-            keys + kh + j[:, None] * keys_wide + d[None, :],
-            mask=there[:, None] & (d < K)[None, :], other=0.0,
-        )  # fmt: skip
+        place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
+        if not CHANNELS:
+            keys = _either(
+                fresh, k_ptr + row * keys_wide, k_pages + page * C * keys_wide, K % 8 == 0
+            )
+            k = tl.load(
+                keys + kh + j[:, None] * keys_wide + d[None, :],
+                mask=there[:, None] & (d < K)[None, :], other=0.0,
+            )  # fmt: skip
         old = begin - low
         inside, earlier = there[:, None] & fits[None, :], (j < old)[:, None]
         rows_at = h * V + j[:, None] * wide + cols[None, :]
@@ -300,33 +317,34 @@ def recurrence_out_kernel(
         held = tl.load(u_pages + page * C * wide + rows_at, mask=inside & earlier, other=0.0)
         if DELTA:
             solved_ptr = open_ptr + (page * HV + h) * (2 * K * V)
-            place = tl.load(chunk_ends_ptr + request).to(tl.int64) - (stop + C - 1) // C + low // C
-            place = full_ptr + (place * HV + h) * (C * C)
-            solved_ptr = _either(stop < low + C, solved_ptr, place, K * V % 4 == 0)
+            solved_ptr = _either(
+                stop < low + C, solved_ptr, full_ptr + (place * HV + h) * (C * C), K * V % 4 == 0
+            )
             solved = tl.load(
                 solved_ptr + j[:, None] * C + j[None, :], mask=there[:, None] & (j < C)[None, :],
                 other=0.0,
             )  # fmt: skip
         p = position + r
         i, new = p - low, (p >= begin) & (p < stop)
-        q = tl.load(
-            q_ptr + (p + shift)[:, None] * keys_wide + kh + d[None, :],
-            mask=new[:, None] & (d < K)[None, :], other=0.0,
-        )  # fmt: skip
         reach = new[:, None] & (j[None, :] <= i[:, None])
         if CHANNELS:
-            decays = g_pages + (page * C * HV + h) * K + d[None, :]
-            g_j = tl.load(
-                decays + j[:, None] * (HV * K), mask=there[:, None] & (d < K)[None, :], other=0.0
-            )
-            g_i = tl.load(
-                decays + i[:, None] * (HV * K), mask=new[:, None] & (d < K)[None, :], other=0.0
+            to = (place * HV + h) * (C * K) + d[None, :]
+            k = tl.load(
+                k_since + to + j[:, None] * K, mask=there[:, None] & ~earlier & (d < K)[None, :],
+                other=0.0,
+            )  # fmt: skip
+            q = tl.load(
+                q_since + to + i[:, None] * K, mask=new[:, None] & (d < K)[None, :], other=0.0
             )
             a = tl.load(
                 a_ptr + ((p + shift)[:, None] * HV + h) * C + j[None, :], mask=reach, other=0.0
             )
-            o = tl.dot((q.to(tl.float32) * tl.exp2(g_i * LOG2E)).to(dtype), state)
+            o = tl.dot(q, state)
         else:
+            q = tl.load(
+                q_ptr + (p + shift)[:, None] * keys_wide + kh + d[None, :],
+                mask=new[:, None] & (d < K)[None, :], other=0.0,
+            )  # fmt: skip
             decays = g_pages + page * C * HV + h
             g_i = tl.load(decays + i * HV, mask=new, other=0.0)
             g_j = tl.load(decays + j * HV, mask=there, other=0.0)
@@ -335,8 +353,7 @@ def recurrence_out_kernel(
             o = tl.dot(q, state) * tl.exp2(g_i * LOG2E)[:, None]
         if DELTA:
             if CHANNELS:
-                moved = (k.to(tl.float32) * tl.exp2(g_j * LOG2E)).to(dtype)
-                left = u.to(tl.float32) - tl.dot(moved, state)
+                left = u.to(tl.float32) - tl.dot(k, state)
             else:
                 left = u.to(tl.float32) - tl.exp2(g_j * LOG2E)[:, None] * tl.dot(k, state)
             u = tl.where(earlier, held, left.to(dtype))

@@ -49,12 +49,11 @@ class Shape:
 def shape_of(tokens: int, requests: int, g: Tensor, chunk: int) -> Shape:
     """What is fast on an H200, by numbers that shapes alone give."""
     channels = g.dim() == 3
-    out, solve = ((64, 8, 0), 4) if channels else ((64, 4, 0), 2)
-    scan = (32, 8, 1) if channels else (32, 4, 2)
+    scan, out = (32, 4, 2), (64, 4, 0)
     if tokens <= 4 * requests:
-        return Shape(rows=BLOCK, scan=scan, out=(64, 4, 0), solve=4)
+        return Shape(rows=BLOCK, scan=scan, out=out, solve=4)
     rows = next(size for size in (128, 64, 32, BLOCK) if chunk % size == 0)
-    return Shape(rows=rows, scan=scan, out=out, solve=solve)
+    return Shape(rows=rows, scan=scan, out=out, solve=4 if channels else 2)
 
 
 Tiles = tuple[Tensor, Tensor]
@@ -138,6 +137,8 @@ def launch(
     decayed = torch.empty(
         tokens if channels and few else 0, heads, 2, key, dtype=v.dtype, device=q.device
     )
+    ready = chunks if channels and not few else 0  # q, k since the chunk's start, k until its end
+    moved = torch.empty(3, ready, heads, chunk, key, dtype=v.dtype, device=q.device)
     replay_kernels = programs(__package__, "gpu_replay_kernels")
     if few and beta is None:
         replay_kernels.recurrence_scores_kernel[(key_heads, chunks)](
@@ -152,7 +153,7 @@ def launch(
     elif channels:
         channel_kernels = programs(__package__, "gpu_channel_kernels")
         channel_kernels.recurrence_solve_channels_kernel[(heads, chunks)](
-            q, k, beta, a, k_pages, g_pages, still_open, full, *where, **sizes, VEC=vec,
+            q, k, beta, a, *moved, k_pages, g_pages, still_open, full, *where, **sizes, VEC=vec,
             **solve,
         )  # fmt: skip
     elif beta is not None:
@@ -162,9 +163,9 @@ def launch(
     sizes["CHANNELS"] = channels
     columns, warps, stages = shape.scan
     kernels.recurrence_scan_kernel[(-(-value // columns), heads, min(requests, _FOLDS))](
-        k, v, k_pages, u_pages, g_pages, end_pages, full, ends, *folds, *index, table.shape[1],
-        key_heads, heads, **sizes, DELTA=delta, BV=columns, num_warps=warps, num_stages=stages,
-        **options,
+        k, v, *moved[1:], k_pages, u_pages, g_pages, end_pages, full, ends, *folds, *index,
+        table.shape[1], key_heads, heads, **sizes, DELTA=delta, READY=channels and not few,
+        BV=columns, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     columns, warps, registers = shape.out
     options |= {"maxnreg": registers} if registers else {}
@@ -178,9 +179,9 @@ def launch(
         )  # fmt: skip
         return o
     kernels.recurrence_out_kernel[(-(-value // columns), heads, tiles[0].numel())](
-        q, k, v, a, k_pages, u_pages, g_pages, end_pages, still_open, full, *tiles, ends, *index, o,
-        table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta, BV=columns, M=shape.rows,
-        **options,
+        q, k, v, a, *moved[:2], k_pages, u_pages, g_pages, end_pages, still_open, full, *tiles,
+        ends, *index, o, table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta,
+        BV=columns, M=shape.rows, **options,
     )  # fmt: skip
     return o
 

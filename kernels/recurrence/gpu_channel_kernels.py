@@ -13,13 +13,22 @@ from ..gpu.tree import row_sum
 from .gpu_block_kernels import LOG2E, _either, _reopen, _substitute, _tile
 
 
+@triton.jit
+def _row(q_rows, keys, decays, row, wide, deep, d, mask):
+    q = tl.load(q_rows + row * wide + d, mask=mask, other=0.0)
+    k = tl.load(keys + row * wide + d, mask=mask, other=0.0)
+    g = tl.load(decays + row * deep + d, mask=mask, other=0.0)
+    return q.to(tl.float32), k.to(tl.float32), g
+
+
 @triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_solve_channels_kernel(
-    q_ptr, k_ptr, beta_ptr, a_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr,
-    start_ptr, length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr, VEC: tl.constexpr,
+    q_ptr, k_ptr, beta_ptr, a_ptr, q_since, k_since, k_until, k_pages, g_pages, open_ptr, full_ptr,
+    owner_ptr, ends_ptr, start_ptr, length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """New rows of T as ``recurrence_solve_kernel`` leaves them, and of a bf16 [T, HV, C]."""
+    """New rows of T as ``recurrence_solve_kernel`` leaves them, of a bf16 [T, HV, C], and, bf16
+    [n, HV, C, K], of q and k decayed since the chunk's start and of k until its end."""
     n = tl.program_id(1)
     h = tl.program_id(0)
     live, request, low, begin, stop, shift = _tile(
@@ -41,6 +50,15 @@ def recurrence_solve_channels_kernel(
         old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
         if (old > 0) & (stop >= low + C):
             _reopen(kept, solved, j, old, C)
+        own = (n.to(tl.int64) * HV + h) * (C * K) + d[None, :]
+        complete = stop >= low + C
+        g_end = tl.load(decays + (C - 1) * deep + d, mask=(d < K) & complete, other=0.0)
+        for at in range(0, tl.where(complete, old // 16 * 16, 0), 16):
+            i = at + r
+            k = tl.load(keys + i[:, None] * wide + d[None, :], mask=whole, other=0.0).to(tl.float32)
+            g = tl.load(decays + i[:, None] * deep + d[None, :], mask=whole, other=0.0)
+            x = (k * tl.exp2((g_end[None, :] - g) * LOG2E)).to(dtype)
+            tl.store(k_until + own + i[:, None] * K, x, mask=whole)
         for at in range(old // 16 * 16, last, 16):
             i = at + r
             there, new = (i < last)[:, None] & whole, (i >= old) & (i < last)
@@ -50,6 +68,13 @@ def recurrence_solve_channels_kernel(
                 mask=new[:, None] & whole, other=0.0,
             ).to(tl.float32)  # fmt: skip
             g = tl.load(decays + i[:, None] * deep + d[None, :], mask=there, other=0.0)
+            w = tl.exp2(g * LOG2E)
+            to = own + i[:, None] * K
+            tl.store(k_since + to, (k * w).to(dtype), mask=new[:, None] & whole)
+            tl.store(q_since + to, (q * w).to(dtype), mask=new[:, None] & whole)
+            left = tl.where(complete, g_end[None, :] - g, 0.0)
+            x = (k * tl.exp2(left * LOG2E)).to(dtype)
+            tl.store(k_until + to, x, mask=whole & complete)
             beta = tl.load(beta_ptr + (low + shift + i) * HV + h, mask=new, other=0.0)
             ended = tl.load(decays + (at - 1) * deep + d, mask=(d < K) & (at > 0), other=0.0)
             before = (j < at)[:, None] & whole
@@ -63,12 +88,12 @@ def recurrence_solve_channels_kernel(
             a = tl.dot((q * until).to(dtype), k_j).to(dtype)
             tl.store(line + j[None, :], a, mask=new[:, None] & (j < at)[None, :])
             near, close = tl.zeros((16, 16), tl.float32), tl.zeros((16, 16), tl.float32)
-            for row in range(tl.maximum(at, old), tl.minimum(at + 16, last)):
-                g_row = tl.load(decays + row * deep + d, mask=d < K, other=0.0)
-                k_row = tl.load(keys + row * wide + d, mask=d < K, other=0.0).to(tl.float32)
-                q_row = tl.load(
-                    q_ptr + (low + shift + row) * wide + kh + d, mask=d < K, other=0.0
-                ).to(tl.float32)
+            start, end = tl.maximum(at, old), tl.minimum(at + 16, last)
+            q_rows = q_ptr + (low + shift) * wide + kh
+            q_row, k_row, g_row = _row(q_rows, keys, decays, start, wide, deep, d, d < K)
+            for row in range(start, end):
+                ahead = (d < K) & (row + 1 < end)  # the next row is under way meanwhile
+                q_next, k_next, g_next = _row(q_rows, keys, decays, row + 1, wide, deep, d, ahead)
                 upto = (i <= row)[:, None]
                 moved = k * tl.exp2(tl.where(upto & whole, g_row[None, :] - g, 0.0) * LOG2E)
                 mine = (r == row - at)[:, None]
@@ -76,6 +101,7 @@ def recurrence_solve_channels_kernel(
                 near = tl.where(mine, b_row[None, :], near)
                 a_row = row_sum(tl.where(upto, moved * q_row[None, :], 0.0), 16, KP, VEC)
                 close = tl.where(mine, a_row[None, :], close)
+                q_row, k_row, g_row = q_next, k_next, g_next
             tl.store(
                 line + i[None, :], close.to(dtype), mask=new[:, None] & (r[None, :] <= r[:, None])
             )
