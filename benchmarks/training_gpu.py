@@ -17,6 +17,7 @@ each alone, lies in ``*.profile.txt``, what an update took in ``metrics.jsonl``,
 import argparse
 import cProfile
 import json
+import os
 import pstats
 import random
 import statistics
@@ -84,7 +85,12 @@ class Sums:
 
 
 class Watched(RolloutWorker):
-    """A worker that tells what the interpreter does in a call for groups from PROFILED on."""
+    """A worker that tells its process, and for groups from PROFILED on what Python does."""
+
+    def __init__(self, spec: Any) -> None:
+        name = "evaluator" if spec.config.rollout == "paged" else "worker"
+        (spec.versions.parent / f"{name}.pid").write_text(str(os.getpid()))
+        super().__init__(spec)
 
     def generate(self, groups: Sequence[int], version: int) -> Generated:
         """As usual; no run asks for those groups."""
@@ -128,11 +134,14 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=1, help="GPUs of the learner")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--checkpoint", type=int, default=100_000, help="updates between two")
     parser.add_argument("--evaluate", type=int, default=50)
     parser.add_argument("--problems", type=int, default=64)
     asked = parser.parse_args()
     model = load_model(asked.model, dtype=asked.dtype, device=asked.device)
     setup = setup_of(asked, model)
+    asked.out.mkdir(parents=True, exist_ok=True)
+    (asked.out / "learner.pid").write_text(str(os.getpid()))
     hosts.HOSTS["processes"] = Kept
     began = time.perf_counter()
     found = stretch(setup, asked.out, model)
@@ -171,7 +180,7 @@ def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
         learning_rate=asked.rate, warmup=10, max_gradient_norm=None, max_rows=16384,
         audit=max(2, -(-asked.groups * asked.group_size // 16)),
         require_zero=asked.plan == "aligned", rollout=asked.rollout, placement="processes",
-        checkpoint_every=100_000, stop_after=asked.seconds, wait_seconds=240.0,
+        checkpoint_every=asked.checkpoint, stop_after=asked.seconds, wait_seconds=240.0,
         evaluate_every=asked.evaluate or None, share_weights=False if asked.files else None,
         evaluate_problems=asked.problems, evaluate_samples=4, apart=asked.apart, ranks=asked.ranks,
     )  # fmt: skip
@@ -185,12 +194,14 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
     """Train, and what the records of the whole run so far say."""
     ends: list[float] = []
     memory: list[int] = []
+    own: list[int] = []
     with Journal(folder, tensorboard=False) as journal:
 
         def sink(facts: UpdateFacts) -> None:
             record = journal.write(facts)
             ends.append(time.perf_counter())
             memory.append(in_use())
+            own.append(torch.cuda.memory_allocated() if torch.cuda.is_available() else 0)
             if record.version % 10 == 0:
                 print(f"{record.version} reward {record.reward:.3f} unequal "
                       f"{record.kernel.unequal}/{record.kernel.compared} lag {record.lag_median:g} "
@@ -230,6 +241,8 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
         },
         "memory_mib": [statistics.median(full[:tenth]) / 2**20,
                        statistics.median(full[-tenth:]) / 2**20],
+        "learner_mib": [statistics.median((own[early:] or own)[:tenth]) / 2**20,
+                        statistics.median(own[-tenth:]) / 2**20],
         "sent_ms": [each * 1e3 for host in Kept.made for each in host.sent_seconds()],
         "evaluations": [
             [each.version, each.pass_at_1, each.mean_at_k, each.standard_error, each.reward]

@@ -58,6 +58,7 @@ class Learner:
         self.engine = PackedEngine(model, plan)
         self.version = 0
         self.parameters = dict(model.module.named_parameters())
+        self._named = named_state(model.module)  # slow to collect; all updates are in place
         self.accumulators = Accumulators(self.parameters)
         self.masters = {
             name: parameter
@@ -129,7 +130,7 @@ class Learner:
 
     def weights(self) -> dict[str, Tensor]:
         """The named tensors that a publication carries; views of what the learner holds."""
-        return named_state(self.model.module)
+        return self._named
 
     def state(self) -> dict[str, Tensor]:
         """Weights, moments, and masters where they are not the weights themselves, by name."""

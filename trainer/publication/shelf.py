@@ -125,6 +125,7 @@ class Shelf:
         self._wanted = wanted
         self._held: dict[int, int] = {}  # slot -> version
         self._handles: dict[int, Handle | None] = {}
+        self._cut: dict[int, tuple[Layout, Mapping[str, Tensor]]] = {}  # slots, and their views
         remove_cards(folder)
 
     def put(
@@ -141,7 +142,9 @@ class Shelf:
         self._measure(layout.nbytes, device)
         slot = self._free_slot()
         flat = self._buffer(slot, layout.nbytes, device)
-        tensors = layout.views(flat)
+        known = self._cut.get(slot)
+        tensors = known[1] if known and known[0] == layout else layout.views(flat)
+        self._cut[slot] = (layout, tensors)
         copy_all(tensors, weights)
         return Placed(version=version, slot=slot, layout=layout, flat=flat, tensors=tensors,
                       digests=Digests(tensors))  # fmt: skip
@@ -181,10 +184,11 @@ class Shelf:
     def close(self) -> None:
         """Take every card away and give the memory back once no reader has it open."""
         remove_cards(self.folder)
-        for slot in range(self.slots):
+        for slot in self._cut:
             _OWN.pop((str(self.folder), slot), None)
         self._held.clear()
         self._handles.clear()
+        self._cut.clear()
 
     def _measure(self, nbytes: int, device: torch.device) -> None:
         """How many slots there are, settled by the first version."""
@@ -197,9 +201,9 @@ class Shelf:
 
     def _free_slot(self) -> int:
         """A slot without a card: an unused one, else that of the oldest version."""
-        unused = [slot for slot in range(self.slots) if slot not in self._held]
-        if unused:
-            return unused[0]
+        unused = next((slot for slot in range(self.slots) if slot not in self._held), None)
+        if unused is not None:
+            return unused
         slot = min(self._held, key=lambda each: self._held[each])
         (self.folder / f"{self._held.pop(slot):08d}{SUFFIX}").unlink(missing_ok=True)
         return slot
