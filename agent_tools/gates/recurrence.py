@@ -190,7 +190,8 @@ def _paged(call: Kept, start: Tensor, tally: "Tally", how: str, size: int | None
                 table[None, : -(-stop // chunk)].contiguous(),
                 table.long()[positions // chunk] * chunk + positions % chunk,
             )
-            batch = RowBatch(*(each.to(call.output.device) for each in index))
+            starts, lengths, tables, slots = (each.to(call.output.device) for each in index)
+            batch = RowBatch(starts, lengths, tables, slots)
             context = PagedState({call.layer.index: pages}, {chunk: batch})
             parts.append(call.compute(context, _rows(call, torch.arange(first + at, first + stop))))
         tally.add(call.op_class, call.site, how, call.output[first:last], torch.cat(parts))

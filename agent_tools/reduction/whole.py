@@ -172,13 +172,18 @@ def outcome(
 ) -> Shown:
     """Run both sides and compare, without grafting."""
     traces = []
+    one_plan = all(side.engine in ("paged", "packed") and not side.plan for side in sides)
+    resolved: Plan | None = None
     for side in sides:
-        runner = Runner(side=side, model=model, requests=tuple(requests), plan=plan)
+        runner = Runner(
+            side=side, model=model, requests=tuple(requests), plan=plan, resolved=resolved
+        )
         tracer = Tracer()
         try:
             traces.append(runner.traced(tracer, tracer))
         except UncoveredSiteError as error:
             return Shown(named=f"{UNCOVERED} {str(error).splitlines()[0][:200]}")
+        resolved = runner.resolved if one_plan else None  # its sites need no second search
     return shown_by(compare_traces(*traces))
 
 
