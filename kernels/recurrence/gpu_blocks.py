@@ -210,7 +210,7 @@ def functional(
     return o, stores[3][pages]
 
 
-reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 1, 1), out=(16, 1, 0), solve=1))
+reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 2, 1), out=(16, 1, 0), solve=2))
 
 CONTRACTS = {
     kind: register_gpu(
