@@ -2,7 +2,7 @@
 
     TrainConfig(recipe="model_recipes/tiny/qwen3", task="...", updates=300, lag=8)
 
-A resumed run must have the same settings, except for those in :data:`MAY_CHANGE`.
+A resumed run must have the same settings, except for those in :data:`MAY_CHANGE` and ``max_rows``.
 """
 
 import math
@@ -72,7 +72,8 @@ class TrainConfig(BaseModel):
     max_gradient_norm: float | None = Field(default=None, gt=0)
     """Scale the whole gradient down to this norm; None leaves it as it is."""
     max_rows: int | None = Field(default=2048, ge=1)
-    """Tokens of one micro-batch; changes no bit."""
+    """Tokens of one micro-batch; changes no bit with one rank, so that it may be lowered when a
+    run that had no memory for it is resumed."""
     audit: int = Field(default=2, ge=1)
     """Responses of every update that the trainer scores again under their own version."""
     require_zero: bool = True
@@ -136,8 +137,9 @@ class TrainConfig(BaseModel):
 def differences(kept: TrainConfig, asked: TrainConfig) -> list[str]:
     """Every setting that differs and may not, as ``name: kept -> asked``."""
     ours, theirs = kept.model_dump(), asked.model_dump()
+    may_change = MAY_CHANGE | ({"max_rows"} if kept.ranks == 1 else set[str]())
     return [
         f"{name}: {ours[name]} -> {theirs[name]}"
         for name in ours
-        if ours[name] != theirs[name] and name not in MAY_CHANGE
+        if ours[name] != theirs[name] and name not in may_change
     ]

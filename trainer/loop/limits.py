@@ -1,6 +1,9 @@
-"""What must hold: settings that give a loss what it asks for, and tokens within the cap."""
+"""What must hold: settings that give a loss what it asks for, tokens within the cap, and memory."""
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
 
 from ...kernels.errors import CapabilityError, MisalignedError
 from ..losses.tokens import CoefficientLoss
@@ -35,3 +38,21 @@ def check_lag(update: int, trajectories: Sequence[Trajectory], cap: int) -> None
             f"update {update} holds a token of version {oldest}, older than the cap of {cap}; "
             "please report this: the work buffer should not allow it"
         )
+
+
+@contextmanager
+def named_memory(update: int, config: TrainConfig) -> Generator[None]:
+    """CapabilityError where there is no memory for a micro-batch; nothing was applied."""
+    try:
+        yield
+    except RuntimeError as error:
+        text = str(error)
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in text:
+            raise
+        remedy = "resume with a lower max_rows, which changes no bit"
+        if config.ranks > 1:
+            remedy = "resume on a device with more, or start again with a lower max_rows"
+        raise CapabilityError(
+            f"update {update}: no memory for a micro-batch of at most {config.max_rows} tokens "
+            f"({text.splitlines()[0]}); {remedy}"
+        ) from error
