@@ -137,4 +137,23 @@ def refused(path: str) -> dict[str, Any]:
     recipe = Recipe(
         name="r", model=identify(model.module), plan=plan, dtype="float32", device="cpu"
     )
+    os.environ["VLLM_BATCH_INVARIANT"] = "1"  # read by vLLM before; a CPU has no such mode
     return {"violations": violations(config, Adopted(plan=plan, recipe=recipe))}
+
+
+def unloaded(path: str) -> dict[str, Any]:
+    """Errors of a release without a name that is needed, and of an engine without the plug-in."""
+    from zeromismatch.trainer.engines.build import make_engine
+    from zeromismatch.trainer.engines.vllm import compat
+
+    os.environ["VLLM_PLUGINS"] = "another"
+    errors = []
+    for attempt in (
+        lambda: compat.need("vllm.config", "of_another_release"),
+        lambda: make_engine("vllm", load_model(path), "aligned"),
+    ):
+        try:
+            attempt()
+        except ZeroMismatchError as error:
+            errors.append(str(error))
+    return {"errors": errors}

@@ -274,9 +274,9 @@ def inert(path: str) -> dict[str, Any]:
 
 if __name__ == "__main__":
     name, *rest = sys.argv[1:]
-    from adoption_checks import adopted, refused, told
+    from adoption_checks import adopted, refused, told, unloaded
 
     offered = (aligned, continued, trained, located, tapped, inert, recurrent)
-    offered += (adopted, told, refused)
+    offered += (adopted, told, refused, unloaded)
     checks = {f.__name__: f for f in offered}
     print(json.dumps(checks[name](*rest), default=str))

@@ -135,5 +135,15 @@ def test_everything_a_recipe_does_not_cover_is_one_list(ask: Any, checkpoint: st
         "a KV cache of fp8_e5m2",
         "logprobs_mode processed_logprobs",
         "dtype bfloat16: the recipe is for float32",
+        "VLLM_BATCH_INVARIANT: without effect",
     ):
         assert part in found
+
+
+def test_another_release_and_a_plug_in_that_was_not_loaded_are_named(
+    ask: Any, checkpoint: str
+) -> None:
+    release, plug_in = ask("unloaded", checkpoint)["errors"]
+    assert "has no vllm.config.of_another_release; install a release that was tried" in release
+    assert "did not load the plug-in zero_mismatch" in plug_in
+    assert "check that VLLM_PLUGINS allows it" in plug_in

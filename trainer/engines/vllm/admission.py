@@ -4,6 +4,7 @@ Each rule is a sentence about a ``VllmConfig``. Nothing is switched off in silen
 left for later: an engine that starts is one in which every claim of the recipe is meant.
 """
 
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -60,6 +61,8 @@ def _numbers(config: Any) -> Iterator[str]:
         yield f"a KV cache of {cache.cache_dtype}: keys and values keep the model's dtype"
     if model.logprobs_mode != "raw_logprobs":
         yield f"logprobs_mode {model.logprobs_mode}: recipes are about raw_logprobs"
+    if os.environ.get("VLLM_BATCH_INVARIANT", "0") not in ("", "0"):
+        yield "VLLM_BATCH_INVARIANT: without effect on what a recipe puts in place of vLLM's layers"
     if getattr(cache, "calculate_kv_scales", False):
         yield "scales of keys and values that depend on the first batch"
 

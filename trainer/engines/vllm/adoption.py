@@ -81,6 +81,7 @@ def rollouts(recipe: str | Path) -> Generator[None]:
 
     def adopt(arguments: Any) -> None:
         nonlocal built
+        compat.require_plugin()
         told = dict(arguments.additional_config or {})
         value: Any = folder
         if arguments.logprobs_mode == "processed_logprobs":

@@ -58,6 +58,21 @@ def require() -> None:
         )
 
 
+def require_plugin() -> None:
+    """Raise CapabilityError where vLLM does not load our plug-in in this process.
+
+    Without it a recipe in ``additional_config`` says nothing to vLLM.
+    """
+    from .plugin import loaded
+
+    need("vllm.plugins", "load_general_plugins")()
+    if not loaded():
+        raise CapabilityError(
+            "vLLM did not load the plug-in zero_mismatch, so a recipe would change nothing: check "
+            "that VLLM_PLUGINS allows it and that this package is installed where vLLM runs"
+        )
+
+
 def need(module: str, name: str) -> Any:
     """One name of vLLM; CapabilityError where this release has none."""
     try:

@@ -65,6 +65,7 @@ def construct(
     on_cpu = loaded.device.type == "cpu"
     options: dict[str, Any] = {}
     if not plan.is_stock:
+        compat.require_plugin()
         options["additional_config"] = adoption(plan)
     if settings.runner == 1:
         from .forced import ForcedTokens
