@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -51,7 +51,7 @@ def write_recipe(
         name=f"{model.spec.replace(':', '-').replace('/', '-').strip('-')}-{plan.name}",
         model=identify(model.module, model.spec),
         plan=plan,
-        dtype=dtype_name(model.dtype),
+        dtype=cast(Any, dtype_name(model.dtype)),  # validated there
         device=device_kind(model.device),
         engines={rollout: {}, "packed": {}},
         versions=environment,

@@ -185,7 +185,8 @@ def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Ite
         pages = [x.new_empty(0, chunk, *x.shape[1:]) for x in on_host[1:4] if x is not None]
         ends = torch.empty(0, shape[2], shape[3], shape[4])
         index = start.cpu(), start.diff().cpu(), torch.zeros(5, 0, dtype=torch.int32)
-        _, u, states = definition.recurrence(*on_host, *pages, ends, *index)
+        arguments: tuple[Any, ...] = (*on_host, *pages, ends, *index)
+        _, u, states = definition.recurrence(*arguments)
         u, states = u.to(data.device), states.to(data.device)
         d_o = data.rows(sum(counts), shape[2], shape[4], dtype=torch.float32, scale=0.1)
         label = f"chunks of {chunk}, heads {shape[1]} to {shape[2]}, {shape[3]} by {shape[4]}"

@@ -9,6 +9,7 @@ Tensors are shown one row per token: ``[B, S, ...]`` becomes ``[B * S, ...]``.
 
 import contextlib
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -167,7 +168,7 @@ class _SiteCode:
         self.tap.enter_site(1)
         self.functions.__enter__()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.functions.__exit__(*error)
         self.tap.enter_site(-1)
 
