@@ -94,7 +94,7 @@ def ours(kind: str, counts: list[int], before: int) -> dict[str, Call]:
     kept = stores(kind, int(where[2].max()) + 1)
     rows = [None if x is None else x if i == 3 else x.to(BF16) for i, x in enumerate(given)]
     calls: dict[str, Call] = {}
-    shipped = shape_of(total, len(counts), given[3], chunk)
+    shipped = shape_of(total, len(counts), *given[2:4], kind != "ssd", chunk)
     for name, shape in shapes(kind, shipped).items():
         blocks = gpu_blocks.blocks_of(*where[:2], total, chunk, shape)
         calls[name] = lambda b=blocks, s=shape: gpu_blocks.launch(*rows, *kept, *where, b, s)

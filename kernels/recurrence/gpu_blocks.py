@@ -29,6 +29,7 @@ from .gpu import padded
 from .pages import slots_of
 
 BLOCK = 16
+_PROGRAMS = 256  # of the walk over states that fill the chip
 _FOLDS = 16  # requests at once whose chunks become full
 
 
@@ -46,14 +47,19 @@ class Shape:
     solve: int
 
 
-def shape_of(tokens: int, requests: int, g: Tensor, chunk: int) -> Shape:
-    """What is fast on an H200, by numbers that shapes alone give."""
+def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, delta: bool, chunk: int) -> Shape:
+    """What was fast on an H200, by numbers that shapes alone give."""
     channels = g.dim() == 3
-    scan, out = (32, 4, 2), (64, 4, 0)
     if tokens <= 4 * requests:
-        return Shape(rows=BLOCK, scan=scan, out=out, solve=4)
+        out = (64, 4, 0 if channels else 128)
+        return Shape(rows=BLOCK, scan=(32, 4, 2), out=out, solve=2)
+    parallel, scan = requests * v.shape[1] * v.shape[2], (16, 4, 2)
+    if parallel >= 64 * _PROGRAMS:
+        scan = (64, 4, 2)
+    elif parallel >= 32 * _PROGRAMS:
+        scan = (32, 4, 3)
     rows = next(size for size in (128, 64, 32, BLOCK) if chunk % size == 0)
-    return Shape(rows=rows, scan=scan, out=out, solve=4 if channels else 2)
+    return Shape(rows=rows, scan=scan, out=(64, 4, 168 if delta else 0), solve=4 if channels else 1)
 
 
 Tiles = tuple[Tensor, Tensor]
@@ -114,7 +120,7 @@ def launch(
     if not tokens:
         return o
     requests = length.numel()
-    shape = shape or shape_of(tokens, requests, g, chunk)
+    shape = shape or shape_of(tokens, requests, v, g, delta, chunk)
     (owner, ends), tiles, folds = blocks or blocks_of(query_start, length, tokens, chunk, shape)
     chunks = owner.numel()
     few = shape.rows == BLOCK < chunk
@@ -168,7 +174,8 @@ def launch(
         BV=columns, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
     columns, warps, registers = shape.out
-    options |= {"maxnreg": registers} if registers else {}
+    if registers and q.is_cuda and torch.version.hip is None:
+        options["maxnreg"] = registers
     options |= {"num_warps": warps, "num_stages": 1}
     if few:
         pair = (decayed, decayed) if channels else (q, k)

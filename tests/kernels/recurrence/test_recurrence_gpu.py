@@ -1,5 +1,6 @@
 """Recurrences on a GPU: any cut, company and launch shape, captured graphs, red controls."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -59,12 +60,19 @@ def step(kind, blocks, given, stores, counts, lengths, table, **shape):
     start = torch.tensor([0, *counts], device="cuda").cumsum(0).int()
     where = (start, torch.tensor(lengths, device="cuda").int(), table)
     if blocks:
-        return gpu_blocks.launch(*given, *stores, *where, shape=OTHER if shape else None)
+        return gpu_blocks.launch(*given, *stores, *where, shape=shape.get("shape"))
     return gpu.launch(*given, *stores, *where, slots_of(*where, SIZES[kind][4]), **shape)
 
 
 def table_of(*rows):
     return torch.tensor(rows, dtype=torch.int32, device="cuda")
+
+
+def others(kind, given, rows):
+    """The reference's launch shape, and the other walks over states that are shipped."""
+    shipped = gpu_blocks.shape_of(rows, 1, *given[2:4], kind != "ssd", SIZES[kind][4])
+    walks = [replace(shipped, scan=scan) for scan in ((32, 4, 3), (64, 4, 2))]
+    return [{"shape": shape} for shape in (OTHER, *walks)]
 
 
 def part(given, a, b):
@@ -79,11 +87,11 @@ def test_every_cut_gives_the_bits_of_the_whole(kind, blocks):
     stores = pages(kind, 3, blocks)
     whole = step(kind, blocks, given, stores, [rows], [rows], table)
     assert bool(torch.isfinite(whole).all())
-    shape = {"columns": 16, "warps": 1}
-    again = pages(kind, 3, blocks)
-    other = step(kind, blocks, given, again, [rows], [rows], table, **shape)
-    assert bits.equal(other, whole)
-    assert bits.equal(again[3][table[0, :2].long()], stores[3][table[0, :2].long()])
+    for shape in others(kind, given, rows) if blocks else ({"columns": 16, "warps": 1},):
+        again = pages(kind, 3, blocks)
+        other = step(kind, blocks, given, again, [rows], [rows], table, **shape)
+        assert bits.equal(other, whole), shape
+        assert bits.equal(again[3][table[0, :2].long()], stores[3][table[0, :2].long()]), shape
     for cuts in (
         [0, 1, 17, chunk - 1, chunk, chunk + 1, 2 * chunk, rows],
         [0, chunk + 5, *range(chunk + 6, chunk + 40), 2 * chunk + 1, rows],
@@ -134,7 +142,7 @@ def test_a_captured_step_has_the_bits_of_an_eager_one(kind, blocks):
     length = torch.tensor([rows], device="cuda").int()
     where = (start, length, table)
     slot = slots_of(*where, chunk)
-    shape = gpu_blocks.shape_of(4, 1, given[3], chunk)
+    shape = gpu_blocks.shape_of(4, 1, *given[2:4], kind != "ssd", chunk)
     blocks_index = gpu_blocks.blocks_of(start, length, 4, chunk, shape)
 
     def call():
