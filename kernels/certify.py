@@ -54,11 +54,16 @@ def load_operators() -> None:
         importlib.import_module(f"{__package__}.{path.parent.name}")
 
 
+def _load_cases() -> None:
+    """Register cases and stock operators."""
+    importlib.import_module(f"{__package__}.cases")
+
+
 def cases_of(
     contract: Contract, *, quick: bool, seed: int, key: tuple[int, ...] = ()
 ) -> Iterable[Case]:
     """The cases of a contract's sweep; ContractError where none are registered."""
-    importlib.import_module(f"{__package__}.cases")
+    _load_cases()
     found = _CASES.get((contract.op, contract.device)) or _CASES.get((contract.op, None))
     if found is None:
         raise ContractError(
@@ -151,6 +156,7 @@ def _one_bit_in_a_row(implementation: Implementation) -> Implementation:
 
 
 def _controls(contract: Contract, candidates: Sequence[Implementation]) -> list[Implementation]:
+    _load_cases()
     controls = [_one_bit_in_a_row(candidates[0])] if candidates else []
     if contract.id in _STOCK:
         stock = _STOCK[contract.id]

@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -244,3 +246,17 @@ def test_processes_side_by_side_give_the_certificates_of_one() -> None:
     ]
     assert seen[0] == seen[1]
     assert told[-1][1:] == (len(ids), len(ids))
+
+
+def test_the_first_sweep_of_a_process_has_the_stock_operator_as_a_control() -> None:
+    script = (
+        "from zeromismatch.kernels import certify, contract\n"
+        "certify.load_operators()\n"
+        f"found = contract.get_contract({LINEAR!r})\n"
+        f"controls = certify._controls(found, contract.implementations({LINEAR!r}))\n"
+        "print(*[each.name for each in controls])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.split() == ["one-bit-in-one-row", "stock-torch"]
