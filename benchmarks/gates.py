@@ -45,15 +45,14 @@ run too, and later ones count as not attributable: *gates failed* names those wh
 red. Tokens are counted over all comparisons; C5's are rollout against trainer. Seconds are for that
 machine at that hour, beside whatever else it did; loading the model is not in them.
 
-`time zm gate smollm2-135m --plan aligned --rollout paged --quick` should end within 180 s. On two
-AVX2 cores it does not: 206 s, 172 of them in gates, at 22:58, and 227 s, 195 of them in gates, at
-23:37, when the machine was slower (more processor time for less work). With two AVX-512 threads
-beside nine other runs it took 148 s with loading, the whole gates 211 s.
+`time zm gate smollm2-135m --plan aligned --rollout paged --quick` should end within 180 s, the whole
+gates within 720. On two idle AVX2 cores they take 166 s (142 of them in gates) and 271 s (254); with
+other work beside it the quick one took 206 and 227 s. With two AVX-512 threads beside nine other
+runs it took 148 s with loading, the whole gates 211 s.
 
 Aligned rows in bf16 are from AVX2. On the AVX-512 machine stock's bf16 products
 use AMX, and C10 alone fails for Llama, Qwen2, Qwen3 and Mistral: 0.51 to 0.58 of stock's tokens a
-second, where 0.70 is asked. Llama's and Qwen3's bf16 rows from before 13:00 are of gates that did
-not yet compare every weight's gradient over micro-batches; there, at 19:57, C6 with it passed.
+second, where 0.70 is asked.
 """
 
 
