@@ -136,6 +136,14 @@ def packed_forward(
     return o, lse
 
 
+def _paged(q: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    """:func:`paged_forward` by certified kernels, seen by a tap."""
+    _certified(q.dtype, "triton-paged")
+    _certified(q.dtype, "triton-alone")
+    o, lse = paged_forward(q, *arguments)
+    return tapped("attention", o), lse
+
+
 @gpu_operator("zeromismatch::paged_attention")
 def paged_attention_op(
     q: Tensor,
@@ -155,13 +163,9 @@ def paged_attention_op(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """(o [T, H, D], lse [H, T])."""
-    _certified(q.dtype, "triton-paged")
-    _certified(q.dtype, "triton-alone")
     work = Work(walk_start, split_start, tiles, chunks, few)
     index = (query_start, kv_len, block_table)
-    settings = (scale, window, softcap, sinks)
-    o, lse = paged_forward(q, k_cache, v_cache, index, work, settings)
-    return tapped("attention", o), lse
+    return _paged(q, k_cache, v_cache, index, work, (scale, window, softcap, sinks))
 
 
 @paged_attention_op.register_fake
@@ -332,25 +336,19 @@ def paged_attention(
     _check(q, cache.kv_heads, cache.head_dim, cache.k.dtype)
     scale, window, softcap, sinks = _settings(q, scale, window, softcap, sinks)
     work = work or step_work(q, cache, batch, window)
+    index = (batch.query_start, batch.kv_len, batch.block_table)
     if _adopted(contract, q.dtype):
         flash3.check(q, (scale, window, softcap, sinks))
-        index = (batch.query_start, batch.kv_len, batch.block_table)
         o = flash3.paged_op(q.detach(), cache.k, cache.v, *index, work.tiles, work.few, scale)
         return o if out is None else out.copy_(o)
     if out is not None:
-        _certified(q.dtype, "triton-paged")
-        _certified(q.dtype, "triton-alone")
-        index = (batch.query_start, batch.kv_len, batch.block_table)
         settings = (scale, window, softcap, sinks)
-        paged_forward(q, cache.k, cache.v, index, work, settings, out)
-        return tapped("attention", out)
+        return _paged(q, cache.k, cache.v, index, work, settings, out)[0]
     return paged_attention_op(
         q.detach(),
         cache.k,
         cache.v,
-        batch.query_start,
-        batch.kv_len,
-        batch.block_table,
+        *index,
         work.walk_start,
         work.split_start,
         work.tiles,
