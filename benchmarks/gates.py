@@ -22,6 +22,7 @@ TINY = ("llama", "qwen2", "qwen3", "mistral", "gemma3_text")
 LARGE = [
     ("smollm2-135m", "float32", "aligned", False),
     ("smollm2-135m", "float32", "aligned", True),
+    ("smollm2-135m", "float32", "stock", False),
     ("smollm2-135m", "float32", "stock", True),
 ]
 RUNS = LARGE + [
@@ -48,7 +49,8 @@ machine at that hour, beside whatever else it did; loading the model is not in t
 `time zm gate smollm2-135m --plan aligned --rollout paged --quick` should end within 180 s, the whole
 gates within 720. On two idle AVX2 cores they take 166 s (142 of them in gates) and 271 s (254); with
 other work beside it the quick one took 206 and 227 s. With two AVX-512 threads beside nine other
-runs it took 148 s with loading, the whole gates 211 s.
+runs it took 148 s with loading, the whole gates 211 s. Whole gates under stock took 437 s (422 in
+gates) beside other work.
 
 Aligned rows in bf16 are from AVX2. On the AVX-512 machine stock's bf16 products
 use AMX, and C10 alone fails for Llama, Qwen2, Qwen3 and Mistral: 0.51 to 0.58 of stock's tokens a
