@@ -41,7 +41,7 @@ from zeromismatch.trainer.diagnostics.journal import Journal, read_journal
 from zeromismatch.trainer.loop import hosts
 from zeromismatch.trainer.loop.config import TrainConfig
 from zeromismatch.trainer.loop.crossing import Crossing
-from zeromismatch.trainer.loop.evaluation import HELD_OUT, read_evaluations
+from zeromismatch.trainer.loop.evaluation import HELD_OUT, Evaluation, read_evaluations
 from zeromismatch.trainer.loop.journal import Journal as Arrived
 from zeromismatch.trainer.loop.learner import Learner
 from zeromismatch.trainer.loop.records import Prompt, Trajectory, UpdateFacts
@@ -128,6 +128,14 @@ def main() -> None:
     parser.add_argument("--digits", type=int, default=2, help="of a number at most")
     parser.add_argument("--rate", type=float, default=1e-5)
     parser.add_argument("--plan", choices=("aligned", "stock"), default="aligned")
+    parser.add_argument("--loss", default="reinforce_zero", help="or a recipe to compare with")
+    parser.add_argument("--seed", type=int, default=0, help="of prompts and sampling")
+    parser.add_argument("--rows", type=int, default=16384, help="of a micro-batch at most")
+    parser.add_argument("--cache", type=int, default=1, help="GiB of vLLM's cache")
+    parser.add_argument("--room", type=float, help="GiB of the GPU that this process may take")
+    parser.add_argument("--room-from", type=int, help="update from which on it has half too little")
+    parser.add_argument("--wait", type=float, default=240.0, help="seconds, at most, for a worker")
+    parser.add_argument("--only", action="store_true", help="train, and time nothing alone")
     parser.add_argument("--rollout", choices=("vllm", "paged"), default="vllm")
     parser.add_argument("--files", action="store_true", help="publish through files alone")
     parser.add_argument("--apart", action="store_true", help="the rollout on a GPU of its own")
@@ -140,21 +148,31 @@ def main() -> None:
     asked = parser.parse_args()
     model = load_model(asked.model, dtype=asked.dtype, device=asked.device)
     setup = setup_of(asked, model)
+    if asked.room is not None:
+        limit(asked.room * 2**30)
     asked.out.mkdir(parents=True, exist_ok=True)
     (asked.out / "learner.pid").write_text(str(os.getpid()))
     hosts.HOSTS["processes"] = Kept
+    try:
+        measured(asked, setup, model)
+    finally:
+        for host in Kept.made:
+            hosts.ProcessHost.close(host)
+    print(json.dumps(json.loads((asked.out / "facts.json").read_text()), indent=1))
+
+
+def measured(asked: argparse.Namespace, setup: Setup, model: LoadedModel) -> None:
+    """The stretch, then its parts alone."""
     began = time.perf_counter()
-    found = stretch(setup, asked.out, model)
+    found = stretch(setup, asked.out, model, room_from=asked.room_from)
     found["seconds"] = time.perf_counter() - began
     keep(asked.out, found)
-    for name, part in (("rollout_alone", rollout_alone), ("learner_alone", learner_alone)):
+    alone = (("rollout_alone", rollout_alone), ("learner_alone", learner_alone))
+    for name, part in () if asked.only else alone:
         with Crossing() as crossing:  # the run itself is what counts
             keep(asked.out, {name: part(setup, asked.out)})
         if crossing.error is not None:
             keep(asked.out, {name: f"{type(crossing.error).__name__}: {crossing.error}"})
-    for host in Kept.made:
-        hosts.ProcessHost.close(host)
-    print(json.dumps(json.loads((asked.out / "facts.json").read_text()), indent=1))
 
 
 def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
@@ -166,7 +184,7 @@ def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
                 "chain_sum", seed=seed, options=OPTIONS | {"max_digits": asked.digits}
             ),
         )
-        for seed in (0, HELD_OUT_SEED)
+        for seed in (asked.seed, HELD_OUT_SEED)
     ]
     sites = find_sites(model.module)
     plan = (
@@ -175,12 +193,13 @@ def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
         else plan_from("aligned", sites, model.dtype, model.device, model.identity)
     )
     config = TrainConfig(
+        loss=asked.loss, seed=asked.seed, cache_gib=asked.cache, max_rows=asked.rows,
         recipe="-", task="gym/chain_sum", updates=asked.updates, lag=asked.lag,
         groups=asked.groups, group_size=asked.group_size, max_new_tokens=asked.new,
-        learning_rate=asked.rate, warmup=10, max_gradient_norm=None, max_rows=16384,
+        learning_rate=asked.rate, warmup=10, max_gradient_norm=None,
         audit=max(2, -(-asked.groups * asked.group_size // 16)),
         require_zero=asked.plan == "aligned", rollout=asked.rollout, placement="processes",
-        checkpoint_every=asked.checkpoint, stop_after=asked.seconds, wait_seconds=240.0,
+        checkpoint_every=asked.checkpoint, stop_after=asked.seconds, wait_seconds=asked.wait,
         evaluate_every=asked.evaluate or None, share_weights=False if asked.files else None,
         evaluate_problems=asked.problems, evaluate_samples=4, apart=asked.apart, ranks=asked.ranks,
     )  # fmt: skip
@@ -190,8 +209,11 @@ def setup_of(asked: argparse.Namespace, model: LoadedModel) -> Setup:
     )  # fmt: skip
 
 
-def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
+def stretch(
+    setup: Setup, folder: Path, model: LoadedModel, *, room_from: int | None
+) -> dict[str, Any]:
     """Train, and what the records of the whole run so far say."""
+    evaluated: list[tuple[float, float]] = []
     ends: list[float] = []
     memory: list[int] = []
     own: list[int] = []
@@ -208,15 +230,24 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
                       f"d3 {record.d3:.2e} train {record.train_seconds:.2f} wait "
                       f"{record.wait_seconds:.2f} rollout {record.rollout_seconds:.2f} sync "
                       f"{record.sync_seconds:.2f}", file=sys.stderr, flush=True)  # fmt: skip
+            if record.version == room_from:
+                room = half_too_little()
+                (folder / "room.txt").write_text(f"{room / 2**30:.3f}")
+
+        def told(found: Evaluation) -> None:
+            now = time.perf_counter()
+            evaluated.append((now - found.seconds, now))
 
         outcome = train(setup, folder, resume=(folder / "config.json").exists(), sink=sink,
-                        model=model)  # fmt: skip
+                        evaluated=told, model=model)  # fmt: skip
     records = read_journal(folder)
     early = setup.config.lag + 5  # updates of a stretch before its pace is steady
     late = records[early:] or records
     here = records[len(records) - len(ends) :][early:]  # as `steps`: of this stretch alone
     steady = here or late
     steps = [b - a for a, b in pairwise(ends)][early:] or [0.0]
+    beside = [b - a for a, b in list(pairwise(ends))[early:]
+              if any(first <= a and b <= last for first, last in evaluated)]  # fmt: skip
     first, last, error = rise([record.reward for record in records])
     tenth = max(1, len(memory) // 10)
     full = memory[early:] or memory  # every slot of the shelf is there
@@ -243,6 +274,8 @@ def stretch(setup: Setup, folder: Path, model: LoadedModel) -> dict[str, Any]:
                        statistics.median(full[-tenth:]) / 2**20],
         "learner_mib": [statistics.median((own[early:] or own)[:tenth]) / 2**20,
                         statistics.median(own[-tenth:]) / 2**20],
+        "steps_beside_an_evaluation": len(beside),
+        "step_ms_beside_an_evaluation": statistics.median(beside) * 1e3 if beside else None,
         "sent_ms": [each * 1e3 for host in Kept.made for each in host.sent_seconds()],
         "evaluations": [
             [each.version, each.pass_at_1, each.mean_at_k, each.standard_error, each.reward]
@@ -316,6 +349,23 @@ def in_use() -> int:
         return 0
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def half_too_little() -> float:
+    """Leave this process half of what its steps took so far beyond what it keeps; its bytes."""
+    if not torch.cuda.is_available():
+        return 0.0
+    kept = torch.cuda.memory_allocated()
+    room = kept + (torch.cuda.max_memory_allocated() - kept) / 2
+    limit(room)
+    return room
+
+
+def limit(room: float) -> None:
+    """From now on torch's allocator finds no more than ``room`` bytes of the GPU here."""
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(room / total)
 
 
 def keep(folder: Path, found: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ that changes no logprob bit.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -39,7 +38,7 @@ from .rows import (
     score_temperature,
 )
 from .schedules import build_schedule
-from .stock_attention import stock_attention
+from .stock_attention import packed_stock_attention
 from .weights import Weights
 
 # T rows, H query heads, K key heads, D head size
@@ -73,11 +72,7 @@ class PackedBatch(WholeRequests):
         if attention != "stock":
             options["contract"] = attention
             return packed_attention(q_THD, k_TKD, v_TKD, self.query_start, **options)
-        starts = self.query_start.tolist()
-        return torch.cat([
-            stock_attention(q_THD[a:b], k_TKD[a:b], v_TKD[a:b], **options)
-            for a, b in pairwise(starts)
-        ])  # fmt: skip
+        return packed_stock_attention(q_THD, k_TKD, v_TKD, self.query_start, **options)
 
 
 class PackedEngine:

@@ -3,13 +3,44 @@
 Scaled dot product attention over the same keys that the contract kernel would read, called as
 transformers calls it (grouped heads without a mask, repeated heads with one; the eager formula
 where there is a softcap or a sink). Uncertified: its bits depend on the number of query rows.
+Packed requests of one length go through it together, as a batch: a call for each would cost a
+trainer more than all else.
 """
+
+from collections import defaultdict
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-# T query rows, S keys, H query heads, K key heads, D head size
+# B requests, T query rows, S keys, H query heads, K key heads, D head size
+
+
+def packed_stock_attention(
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, query_start: Tensor, **options: Any
+) -> Tensor:
+    """[T, H, D]: each of the packed requests by itself; differentiable.
+
+    query_start: int32 [requests + 1], where each begins. options: of :func:`stock_attention`.
+    """
+    starts: defaultdict[int, list[int]] = defaultdict(list)  # by length
+    for start, stop in pairwise(query_start.tolist()):
+        starts[stop - start].append(start)
+    rows: list[Tensor] = []
+    parts: list[Tensor] = []
+    for length, firsts in starts.items():
+        at = torch.tensor(firsts)[:, None] + torch.arange(length)
+        rows.append(at.flatten())
+        where = rows[-1].to(q_THD.device)
+        of_each = (
+            x.index_select(0, where).view(len(firsts), length, *x.shape[1:])
+            for x in (q_THD, k_TKD, v_TKD)
+        )
+        parts.append(_attend(*of_each, **options).flatten(0, 1))
+    back = torch.cat(rows).argsort().to(q_THD.device)
+    return torch.cat(parts).index_select(0, back)
 
 
 def stock_attention(
@@ -23,8 +54,24 @@ def stock_attention(
     sinks: Tensor | None = None,
 ) -> Tensor:
     """[T, H, D]: the last T of S positions attend causally; ``window`` counts the row's own key."""
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q_THD, k_SKD, v_SKD))
-    rows, keys = q_THD.shape[0], k_SKD.shape[0]
+    q_BTHD, k_BSKD, v_BSKD = (x.unsqueeze(0) for x in (q_THD, k_SKD, v_SKD))
+    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    return _attend(q_BTHD, k_BSKD, v_BSKD, **options).squeeze(0)
+
+
+def _attend(
+    q_BTHD: Tensor,
+    k_BSKD: Tensor,
+    v_BSKD: Tensor,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """[B, T, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q_BTHD, k_BSKD, v_BSKD))
+    rows, keys = q.shape[2], k.shape[2]
     seen = _visible(rows, keys, window, q.device)
     if softcap is not None or sinks is not None:
         out = _eager(q, k, v, seen, scale=scale, softcap=softcap, sinks=sinks)
@@ -35,7 +82,7 @@ def stock_attention(
     else:
         k, v = _repeat(k, q.shape[1]), _repeat(v, q.shape[1])
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scale)
-    return out.squeeze(0).transpose(0, 1)
+    return out.transpose(1, 2)
 
 
 def _visible(rows: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
@@ -71,7 +118,7 @@ def _eager(
         seen = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(keys - rows)
     scores = scores.masked_fill(~seen, torch.finfo(scores.dtype).min)
     if sinks is not None:
-        column = sinks.reshape(1, heads, 1, 1).expand(1, heads, rows, 1).to(scores.dtype)
+        column = sinks.reshape(1, heads, 1, 1).expand(len(q), heads, rows, 1).to(scores.dtype)
         scores = torch.cat([scores, column], dim=-1)
         scores = scores - scores.max(dim=-1, keepdim=True).values
     weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)

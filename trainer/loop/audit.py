@@ -9,12 +9,13 @@ Two sources, and together they are an update's :class:`.records.Audit`:
 Scoring on arrival needs a version only as long as some worker uses it, whatever the lag; groups
 that arrive together are scored in one forward. The difference must be 0 in every bit; weight lag is
 what remains between that and the update's own logprobs. On a GPU the auditor has a process of its
-own (``hosts.py``), so that neither takes the learner's interpreter from it.
+own (``hosts.py``), so that neither takes the learner's interpreter from it; only the responses that
+it scores go there, and only bits come back.
 """
 
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +29,7 @@ from ...model_recipes.state import digests_of, named_state
 from ..engines.packed import PackedEngine
 from ..publication.flat import copy_all
 from .config import TrainConfig
+from .limits import fewer_rows, named_memory, rows_of
 from .records import Audit, Batch, Trajectory
 from .trajectories import mu_of, request_of, versions_of
 from .versions import Versions
@@ -66,73 +68,39 @@ class Auditor:
 
     def groups(self, numbers: Sequence[int], groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
         """The arrived groups, each with its share of the update's audit; one forward a version."""
-        chosen = [
-            self._chosen(number, members)
-            for number, members in zip(numbers, groups, strict=True)
-        ]  # fmt: skip
-        audited = [
-            members[one] for members, ones in zip(groups, chosen, strict=True) for one in ones
-        ]
-        scored: list[int] = []
-        if audited:
-            with self._lock:
-                scored = bits.int_view(self.score(audited)).tolist()
-        found: list[Group] = []
-        first = 0
-        for number, members, ones in zip(numbers, groups, chosen, strict=True):
-            last = first + sum(len(members[one].versions) for one in ones)
-            found.append(
-                Group(
-                    number=number,
-                    trajectories=tuple(members),
-                    audited=tuple(ones),
-                    audit_bits=tuple(scored[first:last]),
-                )
-            )
-            first = last
-        return found
+        return audited(numbers, groups, self.config, self.scored, everything=self.everything)
+
+    def scored(self, trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+        """:meth:`score`, as int32 bits."""
+        with self._lock:
+            return tuple(bits.int_view(self.score(trajectories)).tolist())
 
     @torch.no_grad()
     def score(self, trajectories: Sequence[Trajectory]) -> Tensor:
         """fp32 [N]: the trainer's logprobs, each token under the version that drew it."""
         versions = versions_of(trajectories)
         logp = torch.empty(len(versions), dtype=torch.float32)
-        requests = [request_of(each) for each in trajectories]
         for version in sorted(set(versions.tolist())):
-            self._install(version)
-            scored = self.engine.logprobs(requests, max_rows=self.config.max_rows).cpu()
-            logp = torch.where(versions == version, scored, logp)
+            logp = torch.where(versions == version, self._all(trajectories, version), logp)
         return logp
 
     @torch.no_grad()
     def under(self, trajectories: Sequence[Trajectory], version: int) -> Tensor:
         """fp32 [N]: the trainer's logprobs of all action tokens under one published version."""
         with self._lock:
-            self._install(version)
-            requests = [request_of(each) for each in trajectories]
-            return self.engine.logprobs(requests, max_rows=self.config.max_rows).cpu()
+            return self._all(trajectories, version)
 
     def close(self) -> None:
         """Take the plan off the model."""
         self.engine.close()
 
-    def _chosen(self, number: int, members: Sequence[Trajectory]) -> list[int]:
-        """Those to score here: tokens of the update's own version are compared by the update."""
-        update = number // self.config.groups
-        return [
-            one
-            for one in self._members(number)
-            if self.everything or any(version != update for version in members[one].versions)
-        ]
-
-    def _members(self, number: int) -> list[int]:
-        """Members of this group among the update's audited responses."""
-        size, groups = self.config.group_size, self.config.groups
-        if self.everything:
-            return list(range(size))
-        rng = random.Random(f"audit/{self.config.seed}/{number // groups}")
-        chosen = rng.sample(range(groups * size), min(self.config.audit, groups * size))
-        return sorted(each % size for each in chosen if each // size == number % groups)
+    def _all(self, trajectories: Sequence[Trajectory], version: int) -> Tensor:
+        config = self.config
+        requests = [request_of(each) for each in trajectories]
+        what = f"the audit of version {version}, {rows_of(config)}"
+        with named_memory(what, fewer_rows(config)):
+            self._install(version)
+            return self.engine.logprobs(requests, max_rows=config.max_rows).cpu()
 
     def _install(self, version: int) -> None:
         """The published weights of a version, older or newer than what is there."""
@@ -146,6 +114,53 @@ class Auditor:
         if there is None or digests_of(state) != there.card.digests:  # not there, or no longer
             copy_all(state, self.versions.read(version, device))
         self._installed = version
+
+
+def audited(
+    numbers: Sequence[int],
+    groups: Sequence[Sequence[Trajectory]],
+    config: TrainConfig,
+    score: Callable[[Sequence[Trajectory]], Sequence[int]],
+    *,
+    everything: bool,
+) -> list[Group]:
+    """The arrived groups; ``score`` gets those of their responses that are due, all at once, and
+    gives the bits of their action tokens."""
+    due = [
+        [
+            one
+            for one in _members(number, config, everything=everything)
+            # tokens of the update's own version are compared by the update
+            if everything or any(v != number // config.groups for v in members[one].versions)
+        ]
+        for number, members in zip(numbers, groups, strict=True)
+    ]
+    asked = [members[one] for members, ones in zip(groups, due, strict=True) for one in ones]
+    scored = score(asked) if asked else ()
+    found: list[Group] = []
+    first = 0
+    for number, members, ones in zip(numbers, groups, due, strict=True):
+        last = first + sum(len(members[one].versions) for one in ones)
+        found.append(
+            Group(
+                number=number,
+                trajectories=tuple(members),
+                audited=tuple(ones),
+                audit_bits=tuple(scored[first:last]),
+            )
+        )
+        first = last
+    return found
+
+
+def _members(number: int, config: TrainConfig, *, everything: bool) -> list[int]:
+    """Members of this group among the update's audited responses."""
+    size, groups = config.group_size, config.groups
+    if everything:
+        return list(range(size))
+    rng = random.Random(f"audit/{config.seed}/{number // groups}")
+    chosen = rng.sample(range(groups * size), min(config.audit, groups * size))
+    return sorted(each % size for each in chosen if each // size == number % groups)
 
 
 def audit_of(groups: Sequence[Group], batch: Batch, logp: Tensor) -> Audit:

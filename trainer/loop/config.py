@@ -20,6 +20,7 @@ MAY_CHANGE = frozenset(
         "share_weights",
         "audit_apart",
         "apart",
+        "cache_gib",
     }
 )
 """They decide when a run stops or gives up and where it computes, not what."""
@@ -86,6 +87,9 @@ class TrainConfig(BaseModel):
     """Control: an update's rewards are dealt out at random, so that nothing can be learned."""
     rollout: Literal["paged", "vllm"] = "paged"
     """The engine that samples."""
+    cache_gib: int | None = Field(default=None, ge=1)
+    """GiB of vLLM's cache on a GPU; None: a quarter of what is free there, 6 at most. Changes no
+    bit: what does not fit waits."""
     share_weights: bool | None = None
     """Whether the learner's last versions stay in its memory, where readers of this machine copy
     them from, beside the files that are written anyway; None: on a GPU. Changes no bit."""

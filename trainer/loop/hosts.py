@@ -20,7 +20,7 @@ from torch import Tensor
 from ...kernels.errors import BudgetError, CapabilityError, ZeroMismatchError
 from ...model_recipes.models import LoadedModel, load_model
 from ..losses.catalogue import loss_named
-from .audit import Auditor, Group
+from .audit import Auditor, Group, audited
 from .elsewhere import Elsewhere, WorkerDied
 from .records import Trajectory
 from .sending import Sending
@@ -32,6 +32,11 @@ __all__ = ["HOSTS", "AuditHost", "Host", "ProcessHost", "RayHost", "ThreadHost",
 
 RESTARTS = 3
 """How often one claim may lose its worker, or a run its auditor, before the run gives up."""
+
+
+GPU_SHARE = 0.01
+"""What a Ray actor on a GPU asks for: without a share Ray may hide all GPUs from it; the learner,
+of which Ray does not know, uses the same one."""
 
 
 class Host(Protocol):
@@ -100,13 +105,18 @@ class AuditHost:
 
     def __init__(self, spec: WorkerSpec) -> None:
         self.spec = spec
+        self._everything = loss_named(spec.config.loss).needs_old
         self._lock = threading.Lock()  # producers and the learner, one pipe
         self._restarts = 0
         self._elsewhere = self._made()
 
     def groups(self, numbers: Sequence[int], groups: Sequence[Sequence[Trajectory]]) -> list[Group]:
         """See :meth:`.audit.Auditor.groups`."""
-        return cast("list[Group]", self._call("groups", tuple(numbers), tuple(groups)))
+        return audited(numbers, groups, self.spec.config, self.scored, everything=self._everything)
+
+    def scored(self, trajectories: Sequence[Trajectory]) -> tuple[int, ...]:
+        """See :meth:`.audit.Auditor.scored`."""
+        return cast("tuple[int, ...]", self._call("scored", tuple(trajectories)))
 
     def under(self, trajectories: Sequence[Trajectory], version: int) -> Tensor:
         """See :meth:`.audit.Auditor.under`."""
@@ -156,7 +166,8 @@ class RayHost:
             # (Ray replaces 127.0.0.1 by the machine's outward address, but not its neighbour)
             own = {} if os.environ.get("RAY_ADDRESS") else {"_node_ip_address": "127.0.0.2"}
             self._ray.init(include_dashboard=False, log_to_driver=False, **own)
-        actor = cast(Callable[..., Any], self._ray.remote(num_cpus=1, max_restarts=0))
+        own_gpu = {} if spec.device == "cpu" else {"num_gpus": GPU_SHARE}
+        actor = cast(Callable[..., Any], self._ray.remote(num_cpus=1, max_restarts=0, **own_gpu))
         self.actor = actor(RolloutWorker).remote(spec)
 
     def generate(self, groups: Sequence[int], version: int, timeout: float) -> Generated:

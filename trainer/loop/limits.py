@@ -10,6 +10,15 @@ from ..losses.tokens import CoefficientLoss
 from .config import TrainConfig
 from .records import Trajectory
 
+PHRASES = (
+    "allocate memory", "out of memory", "alloc_failed", "free memory on device",
+    "no available memory for",
+)  # fmt: skip
+"""Of the messages with which torch, CUDA's libraries and vLLM say that there is not enough."""
+ROLLOUT_REMEDY = (
+    "free memory of that device or, with vLLM, lower cache_gib, which changes no bit; then resume"
+)
+
 
 def check_loss(loss: CoefficientLoss, config: TrainConfig) -> None:
     """Raise CapabilityError where ``config`` cannot give ``loss`` what it works on."""
@@ -41,18 +50,26 @@ def check_lag(update: int, trajectories: Sequence[Trajectory], cap: int) -> None
 
 
 @contextmanager
-def named_memory(update: int, config: TrainConfig) -> Generator[None]:
-    """CapabilityError where there is no memory for a micro-batch; nothing was applied."""
+def named_memory(what: str, remedy: str) -> Generator[None]:
+    """CapabilityError where the device has no memory for ``what``; nothing was applied or lost."""
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         text = str(error)
-        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in text:
+        if not isinstance(error, torch.OutOfMemoryError) and not any(
+            phrase in text.lower() for phrase in PHRASES
+        ):
             raise
-        remedy = "resume with a lower max_rows, which changes no bit"
-        if config.ranks > 1:
-            remedy = "resume on a device with more, or start again with a lower max_rows"
-        raise CapabilityError(
-            f"update {update}: no memory for a micro-batch of at most {config.max_rows} tokens "
-            f"({text.splitlines()[0]}); {remedy}"
-        ) from error
+        raise CapabilityError(f"no memory for {what} ({text.splitlines()[0]}); {remedy}") from error
+
+
+def rows_of(config: TrainConfig) -> str:
+    """A micro-batch, for :func:`named_memory`."""
+    return f"a micro-batch of at most {config.max_rows} tokens"
+
+
+def fewer_rows(config: TrainConfig) -> str:
+    """What to do where there is no memory for one."""
+    if config.ranks > 1:
+        return "resume on a device with more, or start again with a lower max_rows"
+    return "resume with a lower max_rows, which changes no bit"

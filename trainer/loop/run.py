@@ -41,7 +41,7 @@ from .export import export
 from .folder import RunFolder
 from .hosts import HOSTS, AuditHost, Host, ThreadHost, auditor_of
 from .learner import Learner
-from .limits import check_lag, check_loss, named_memory
+from .limits import check_lag, check_loss, fewer_rows, named_memory, rows_of
 from .producers import Producers
 from .publisher import Publisher
 from .records import Loss, Task, Trajectory, UpdateFacts
@@ -271,7 +271,7 @@ class _Run:
         if config.shuffle_rewards:
             trajectories = dealt(trajectories, seed=f"shuffle/{config.seed}/{update}")
         try:
-            with named_memory(update, config):
+            with named_memory(f"update {update}, {rows_of(config)}", fewer_rows(config)):
                 step = self.learner.step(trajectories, old_of(groups) if self.needs_old else None)
         except NonFiniteError:
             self._dump(update, trajectories)

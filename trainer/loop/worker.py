@@ -33,6 +33,7 @@ from ..publication.across import Channel, Receiver
 from ..publication.in_place import Installed, LiveWeights, Offer
 from .config import TrainConfig
 from .heads import HeadRecorder
+from .limits import ROLLOUT_REMEDY, named_memory
 from .patience import Patience
 from .records import Task, Trajectory, TurnTask
 from .routes import RouteRecorder
@@ -85,11 +86,8 @@ class RolloutWorker:
         self.model = model or load_model(
             spec.model, dtype=spec.dtype, device=spec.device, seed=spec.model_seed
         )
-        self.engine = (
-            VllmEngine(self.model, spec.plan, max_running=_most_running(spec.config))
-            if spec.config.rollout == "vllm"
-            else PagedEngine(self.model, spec.plan)
-        )
+        with named_memory(f"the {spec.config.rollout} engine", ROLLOUT_REMEDY):
+            self.engine = self._engine()
         self.recorder = self._recorder()
         self._limit = max_length(self.model.config)
         self._patience = Patience()
@@ -99,6 +97,11 @@ class RolloutWorker:
 
     def generate(self, groups: Sequence[int], version: int) -> Generated:
         """Whole groups, scored, starting on ``version``."""
+        what = f"drawing {len(groups) * self.config.group_size} responses of version {version}"
+        with named_memory(what, ROLLOUT_REMEDY):
+            return self._generate(groups, version)
+
+    def _generate(self, groups: Sequence[int], version: int) -> Generated:
         began = time.perf_counter()
         received = self._install_seconds = self._received_seconds
         self._received_seconds = 0.0
@@ -123,6 +126,14 @@ class RolloutWorker:
             seconds=time.perf_counter() - began - (self._install_seconds - received),
             install_seconds=self._install_seconds,
             tokens=sum(len(each.logprob_bits) for each in scored.values()),
+        )
+
+    def _engine(self) -> VllmEngine | PagedEngine:
+        config, plan = self.config, self.spec.plan
+        if config.rollout == "paged":
+            return PagedEngine(self.model, plan)
+        return VllmEngine(
+            self.model, plan, max_running=_most_running(config), cache_gib=config.cache_gib
         )
 
     def ready(self) -> None:

@@ -1,5 +1,6 @@
 """The trainer's forward: same bits for any packing, differentiable, and nothing else."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from zeromismatch.kernels import bits
 from zeromismatch.kernels.errors import CapabilityError, UsageError
 from zeromismatch.trainer.engines.base import Request, Sampling, Schedule, Slice, Step
+from zeromismatch.trainer.engines.stock_attention import packed_stock_attention, stock_attention
 
 
 @pytest.fixture
@@ -127,3 +129,28 @@ def test_description_holds_what_may_change_bits(packed: Any) -> None:
     assert facts["weights_digest"] == packed.loaded.weights_root
     assert "attention.pages16.float32.cpu.v1" in facts["contracts"]
     assert facts["threads"] == torch.get_num_threads()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"window": 4}, {"softcap": 2.0}, {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0])}],
+    ids=str,
+)
+def test_stock_attention_of_packed_requests_is_that_of_each(options: dict[str, Any]) -> None:
+    lengths = (5, 1, 9, 5, 2, 9, 5)
+    start = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    rows = sum(lengths)
+    q, k, v = (torch.randn(rows, heads, 8).requires_grad_() for heads in (4, 2, 2))
+    together = packed_stock_attention(q, k, v, start, scale=0.3, **options)
+    each = torch.cat([
+        stock_attention(*(x[a:b] for x in (q, k, v)), scale=0.3, **options)
+        for a, b in pairwise(start.tolist())
+    ])  # fmt: skip
+    assert bits.equal(together, each)
+    g = torch.randn_like(each)
+    for ours, theirs in zip(
+        torch.autograd.grad(together, (q, k, v), g),
+        torch.autograd.grad(each, (q, k, v), g),
+        strict=True,
+    ):
+        assert bits.equal(ours + 0.0, theirs + 0.0)  # of either zero, the same one
