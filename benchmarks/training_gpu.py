@@ -88,7 +88,8 @@ class Watched(RolloutWorker):
     """A worker that tells its process, and for groups from PROFILED on what Python does."""
 
     def __init__(self, spec: Any) -> None:
-        name = "evaluator" if spec.config.rollout == "paged" else "worker"
+        evaluates = spec.config.rollout == "paged" and spec.config.evaluate_every is not None
+        name = "evaluator" if evaluates else "worker"
         (spec.versions.parent / f"{name}.pid").write_text(str(os.getpid()))
         super().__init__(spec)
 

@@ -146,7 +146,7 @@ def meet(run: Run, fault: str, updates: int, rows: list[str]) -> list[str]:
     said: dict[str, Any] = {"fault": fault, "after": before}
     if fault != "worker":
         said["exit_code"] = run.end()
-        said["says"] = run.last_words()
+        said["says"] = "" if said["exit_code"] < 0 else run.last_words()
         said["ended_after_seconds"] = round(time.monotonic() - began, 1)
         if fault == "memory":
             room = (run.folder / "room.txt").read_text()

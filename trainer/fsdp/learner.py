@@ -71,6 +71,12 @@ class Rank:
         if place == "cuda":
             place = f"cuda:{rank}"
             torch.cuda.set_device(rank)
+        if dist.is_initialized():
+            raise CapabilityError(
+                "this process has a process group already, vLLM's or the caller's, and the "
+                "sharded learner needs its own; use placement processes or ray, in a process that "
+                "does nothing else"
+            )
         dist.init_process_group(
             "gloo" if spec.device == "cpu" else "nccl",
             init_method=f"file://{spec.rendezvous}",

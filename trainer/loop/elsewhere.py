@@ -117,11 +117,12 @@ def _serve(connection: Connection, make: Callable[[], Any], idle: float) -> None
                 raise making.error
             connection.send(getattr(made, name)(*arguments))
         error = crossing.error
-        if isinstance(error, ZeroMismatchError):
-            connection.send(error)
-        elif error is not None:
+        if error is not None and not isinstance(error, ZeroMismatchError):
             text = "".join(traceback.format_exception(error))
-            connection.send(CapabilityError(f"a worker failed; please report this:\n{text}"))
+            error = CapabilityError(f"a worker failed; please report this:\n{text}")
+        if error is not None:
+            with contextlib.suppress(OSError):  # nobody is there: found out by the next poll
+                connection.send(error)
 
 
 @contextlib.contextmanager

@@ -223,13 +223,12 @@ def live_class(model: Any) -> str:
 
 
 def trained(path: str, folder: str) -> dict[str, Any]:
-    """A recipe proven for vLLM, its claims repeated, and a short run whose rollouts are vLLM's."""
+    """A recipe proven for vLLM, its claims repeated, and short runs whose rollouts are vLLM's."""
     from pathlib import Path
 
     from zeromismatch.agent_tools.align import Options, align
     from zeromismatch.agent_tools.commands.measure import requests_for
     from zeromismatch.agent_tools.recipe_verify import verify_recipe
-    from zeromismatch.agent_tools.training import settings, start
 
     model = load_model(path)
     requests = requests_for(model, prompts=None, seed=0, quick=True)
@@ -238,22 +237,53 @@ def trained(path: str, folder: str) -> dict[str, Any]:
     made = align(model, requests, options)
     recipe = Path(folder) / "align" / "recipe"
     verified = verify_recipe(recipe)
-    runs = {}
-    for name, more in (
-        ("deterministic", {"lag": 1, "share_weights": True}),
-        ("recorded", {"lag": 2, "mode": "free", "partial": "recorded", "max_new_tokens": 12}),
-    ):
-        given = {
-            "task": "even", "updates": 4, "groups": 2, "group_size": 2, "max_new_tokens": 4,
-            "rollout": "vllm", "learning_rate": 1e-3, "audit": 4,
-        }  # fmt: skip
-        config = settings(recipe, given | more, file=None, resume=None)
-        runs[name] = json.loads(start(config, Path(folder) / name).model_dump_json())
+    runs = {
+        "deterministic": short_run(folder, "deterministic", lag=1, share_weights=True),
+        "recorded": short_run(
+            folder, "recorded", lag=2, mode="free", partial="recorded", max_new_tokens=12
+        ),
+    }
     return {
         "align": made.status, "reason": made.reason,
         "claims": [claim.model_dump() for claim in made.claims],
         "verified": verified.status, "why": verified.reason, "runs": runs,
     }  # fmt: skip
+
+
+def short_run(folder: str, name: str, **more: Any) -> dict[str, Any]:
+    """Four updates under the recipe of :func:`trained`."""
+    from pathlib import Path
+
+    from zeromismatch.agent_tools.training import settings, start
+
+    given = {
+        "task": "even", "updates": 4, "groups": 2, "group_size": 2, "max_new_tokens": 4,
+        "rollout": "vllm", "learning_rate": 1e-3, "audit": 4,
+    }  # fmt: skip
+    config = settings(Path(folder) / "align" / "recipe", given | more, file=None, resume=None)
+    return json.loads(start(config, Path(folder) / name).model_dump_json())
+
+
+def over_ray(folder: str) -> dict[str, Any]:
+    """vLLM in a Ray actor, the learner sharded over two FSDP2 ranks, the first of them here; then
+    the same in a process that has a process group already."""
+    import os
+
+    from torch import distributed
+
+    for name, value in (
+        ("raylet_start_wait_time_s", "300"), ("agent_register_timeout_ms", "300000")
+    ):  # fmt: skip
+        os.environ[f"RAY_{name}"] = value  # a busy machine
+    found = short_run(folder, "over_ray", lag=1, placement="ray", ranks=2)
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        short_run(folder, "twice", lag=1, placement="ray", ranks=2)
+    except ZeroMismatchError as error:
+        found["refused"] = str(error)
+    distributed.destroy_process_group()
+    return found
 
 
 def inert(path: str) -> dict[str, Any]:
@@ -277,6 +307,6 @@ if __name__ == "__main__":
     from adoption_checks import adopted, refused, told, unloaded
 
     offered = (aligned, continued, trained, located, tapped, inert, recurrent)
-    offered += (adopted, told, refused, unloaded)
+    offered += (adopted, told, refused, unloaded, over_ray)
     checks = {f.__name__: f for f in offered}
     print(json.dumps(checks[name](*rest), default=str))

@@ -61,14 +61,30 @@ def test_new_weights_between_two_steps_go_to_the_next_token(ask: Any, checkpoint
     assert [each["differing"] for each in found.values()] == [0, 0, 0]
 
 
-def test_a_recipe_for_vllm_repeats_and_trains(ask: Any, checkpoint: str, tmp_path: Path) -> None:
-    found = ask("trained", checkpoint, str(tmp_path))
+@pytest.fixture(scope="module")
+def proven(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where the recipe is that a test makes and another trains on."""
+    return str(tmp_path_factory.mktemp("proven"))
+
+
+def test_a_recipe_for_vllm_repeats_and_trains(ask: Any, checkpoint: str, proven: str) -> None:
+    found = ask("trained", checkpoint, proven)
     assert found["align"] == "EQUAL", found["reason"]
     assert found["verified"] == "pass", found["why"]
     for run in found["runs"].values():
         assert run["status"] == "pass"
         assert run["kernel_compared"] > 0
         assert run["kernel_unequal"] == 0
+
+
+def test_it_trains_over_ray_with_a_sharded_learner(ask: Any, checkpoint: str, proven: str) -> None:
+    if not Path(proven, "align").exists():  # asked for alone
+        ask("trained", checkpoint, proven)
+    run = ask("over_ray", proven)
+    assert run["status"] == "pass"
+    assert run["kernel_compared"] == 64
+    assert run["kernel_unequal"] == 0
+    assert "use placement processes or ray" in run["refused"]
 
 
 def test_localize_finds_nothing_under_a_plan(ask: Any, checkpoint: str) -> None:
