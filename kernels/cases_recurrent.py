@@ -83,17 +83,13 @@ def _kind(contract: Contract) -> str:
     return contract.id.split(".")[1]
 
 
-def _shapes(quick: bool) -> Iterator[tuple[int, tuple[int, ...]]]:
-    yield from enumerate(SHAPES if quick else FULL_SHAPES)
-
-
 def _int(values: list[int], device: str) -> Tensor:
     return torch.tensor(values, dtype=torch.int32, device=device)
 
 
 def recurrence(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data, kind = _Data(contract, seed), _kind(contract)
-    for step, shape in _shapes(quick):
+    for step, shape in enumerate(SHAPES if quick else FULL_SHAPES):
         chunk = shape[0]
         counts = [1, 3 * chunk + 1, 0, max(chunk - 1, 1), 2 * chunk + 2, 1]
         before = [0, 0, 5, chunk + 1, chunk, 3 * chunk - 1]
@@ -176,7 +172,7 @@ def recurrence_blocks(contract: Contract, quick: bool, seed: int, key: Key) -> I
 
 def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data, kind = _Data(contract, seed), _kind(contract)
-    for _, shape in _shapes(quick):
+    for shape in SHAPES if quick else FULL_SHAPES:
         chunk = shape[0]
         counts = [2 * chunk + 1, 0, 1, chunk, 3 * chunk + 2 if chunk == 16 else 0]
         start = _int([sum(counts[:b]) for b in range(6)], data.device)
@@ -193,9 +189,23 @@ def recurrence_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Ite
         yield Case(label=label, arguments=(d_o, *rows, u, states, start, chunk))
 
 
+def recurrence_blocks_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
+    """As ``recurrence_grad`` of bf16 rows; any states may stand at the chunks' ends."""
+    data, kind = _Data(contract, seed), _kind(contract)
+    for shape in BLOCK_SHAPES:
+        chunk, count = shape[0], 4 * shape[0] - 1
+        start = _int([0, 2 * chunk + 1, 2 * chunk + 1, 2 * chunk + 2, count], data.device)
+        *rows, g, beta = _inputs(data, kind, count, shape)
+        given = (*(each.to(data.dtype) for each in rows if each is not None), g, beta)
+        ends = data.rows(3, *shape[2:], dtype=torch.float32, scale=0.01)
+        d_o = data.rows(count, shape[2], shape[4], dtype=torch.float32, scale=0.1)
+        label = f"chunks of {chunk}, {shape[3]} by {shape[4]}"
+        yield Case(label=label, arguments=(d_o, *given, ends, start, chunk))
+
+
 def recurrence_stepwise(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
     data, kind = _Data(contract, seed), _kind(contract)
-    for step, shape in _shapes(quick):
+    for step, shape in enumerate(SHAPES if quick else FULL_SHAPES):
         counts = [1, 0, 99 if step == 1 else 7]
         start = _int([0, 1, 1, sum(counts)], data.device)
         state = data.rows(3, *shape[2:], dtype=torch.float32, scale=0.01)
@@ -377,10 +387,9 @@ def skip(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]
 
 
 for _cases in (
-    recurrence, recurrence_blocks, recurrence_grad, recurrence_stepwise, convolution,
-    convolution_grad, gated_rmsnorm, gated_rmsnorm_grad, l2norm, l2norm_grad, decay, decay_grad,
-    time_step, time_step_grad,
-    discretised, discretised_grad, skip, skip_grad,
+    recurrence, recurrence_blocks, recurrence_grad, recurrence_blocks_grad, recurrence_stepwise,
+    convolution, convolution_grad, gated_rmsnorm, gated_rmsnorm_grad, l2norm, l2norm_grad, decay,
+    decay_grad, time_step, time_step_grad, discretised, discretised_grad, skip, skip_grad,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases)
 for _name in ("ssd", "gated_delta", "kda"):

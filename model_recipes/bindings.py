@@ -70,6 +70,9 @@ _NAMED = {
 formulas."""
 _ADOPTED = ("attention.flash3.",)
 """Other contracts that a plan's rule may name; nothing takes them by themselves."""
+BLOCKS = "recurrence_blocks"
+"""What bf16 models take for their recurrences where there is one; ``recurrence.*`` of fp32 rows may
+be named instead."""
 # Whatever the dtype of the model.
 _ALWAYS_FP32 = frozenset(
     ("rotary_table", "softcap", "logprob", "topk", "topk_weights", "recurrence_ssd",
@@ -116,9 +119,19 @@ def aligned_contract(
     if op_class not in _KERNELS:
         return None
     kernel(op_class)
-    name = "float32" if op_class in _ALWAYS_FP32 else dtype_name(dtype)
     op, beginning = _NAMED.get(op_class, (op_class, ""))
-    found = registry.contracts(op=op, device=device_kind(device), dtype=name)
+    if op == "recurrence":
+        blocks = beginning.replace(op, BLOCKS)
+        offered = _offered(BLOCKS, blocks, dtype_name(dtype), device)
+        if offered is not None:
+            return offered
+    name = "float32" if op_class in _ALWAYS_FP32 else dtype_name(dtype)
+    return _offered(op, beginning, name, device)
+
+
+def _offered(op: str, beginning: str, dtype: str, device: torch.device | str) -> str | None:
+    """The newest contract of an operator whose id begins so."""
+    found = registry.contracts(op=op, device=device_kind(device), dtype=dtype)
     offered = [entry.id for entry in found if entry.id.startswith(beginning)]
     return offered[-1] if offered else None
 
@@ -130,6 +143,9 @@ def check_contract(
     offered = aligned_contract(op_class, dtype, device)
     found = registry.contracts(op=op_class, device=device_kind(device), dtype=dtype_name(dtype))
     named = [entry.id for entry in found if entry.id.startswith(_ADOPTED)]
+    op, beginning = _NAMED.get(op_class, (op_class, ""))
+    if op == "recurrence":
+        named.append(_offered(op, beginning, "float32", device))
     if contract not in (offered, *named):
         kind = f"{dtype_name(dtype)} on {device_kind(device)}"
         raise RecipeError(

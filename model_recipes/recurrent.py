@@ -38,7 +38,8 @@ transformers' arithmetic for consecutive rows. decode: one row on top of a state
 class RecurrentLayer:
     """What one mixer keeps: a state per value head, and the last rows of its convolution.
 
-    chunk: rows between two states, counted from position 0. channels: of the convolution.
+    chunk: rows between two states, counted from position 0. channels: of the convolution. rows:
+    what a recurrence keeps and multiplies rows in: bfloat16 under the contract in blocks.
 
         RecurrentLayer(index=0, path="model.layers.0.linear_attn", kind="gated_delta", chunk=64,
                        key_heads=2, value_heads=4, key_dim=48, value_dim=56, channels=416)
@@ -53,6 +54,7 @@ class RecurrentLayer:
     key_dim: int
     value_dim: int
     channels: int
+    rows: torch.dtype = torch.float32
 
     @property
     def per_channel(self) -> bool:
@@ -104,7 +106,8 @@ class WholeRequests:
         """See :class:`RecurrentContext`; differentiable."""
         from ..kernels.recurrence import packed_recurrence
 
-        return packed_recurrence(layer.kind, q, k, v, g, beta, self.query_start, layer.chunk)
+        start = self.query_start
+        return packed_recurrence(layer.kind, q, k, v, g, beta, start, layer.chunk, dtype=layer.rows)
 
     def carry(self, layer: RecurrentLayer, part: str, rows: Rows, step: StockStep) -> Tensor:
         """See :class:`RecurrentContext`."""
@@ -174,10 +177,8 @@ class Part:
 class Mixer(Protocol):
     """One family, around one module."""
 
-    @property
-    def layer(self) -> RecurrentLayer:
-        """What it keeps."""
-        ...
+    layer: RecurrentLayer
+    """What it keeps."""
 
     @property
     def parts(self) -> Mapping[str, Part]:

@@ -12,6 +12,7 @@ that is written inline is a site only where it gates attention's output or a sha
 
 import types
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 from ..kernels.errors import RecipeError
 from .attention import packed_context
-from .bindings import kernel
+from .bindings import BLOCKS, kernel
 from .plan import STOCK
 from .recognise import Operator, tensor_names
-from .recurrent import Mixer, RecurrentContext, TransformersState
+from .recurrent import Mixer, RecurrentContext, RecurrentLayer, TransformersState
 from .sites import Site
 
 if TYPE_CHECKING:
@@ -126,6 +127,21 @@ def sigmoid_globals(installer: "Installer", operator: Operator) -> dict[str, Any
     }
 
 
+def _with_rows(layer: RecurrentLayer, site: Site, choice: str) -> RecurrentLayer:
+    """The layer as its recurrence's contract keeps rows; RecipeError where it cannot."""
+    if not choice.startswith(BLOCKS):
+        return layer
+    from ..kernels.recurrence.gpu_blocks import unfit
+
+    why = unfit(layer.chunk, layer.key_dim, layer.value_dim, layer.kind != "ssd")
+    if why:
+        raise RecipeError(
+            f"{choice} cannot serve {site.name}: {why}; in the plan, name recurrence.{layer.kind}."
+            f"float32.sm90.v1 for {site.op_class}"
+        )
+    return replace(layer, rows=torch.bfloat16)
+
+
 def install_mixer(installer: "Installer", operator: Operator, mode: str) -> None:
     """Every part of a recurrent mixer, and the forward that joins them."""
     mixer: Mixer = operator.facts["mixer"]
@@ -139,6 +155,7 @@ def install_mixer(installer: "Installer", operator: Operator, mode: str) -> None
                 f"transformers' own cache can only serve stock, plan {installer.plan.name} wants "
                 f"{choice} at {site.name}; use the packed or paged engine"
             )
+    mixer.layer = _with_rows(mixer.layer, *sites["recurrence"])
     own = dict(module.named_parameters())
     weights = {
         part: tuple(

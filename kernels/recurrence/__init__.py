@@ -20,8 +20,8 @@ All arithmetic is fp32; bf16 rows are widened exactly. ``kernels/reference/recur
 definition, :mod:`.pages` says which rows lie where; ``pytest tests/kernels/recurrence`` exercises
 them. CUDA tensors go to :mod:`.gpu`, whose contract has the same properties and other bits; there
 pages are trusted and a paged step waits for nobody; :mod:`.gpu_gradient` has the gradient,
-:mod:`.gpu_blocks` the paged form for bf16 rows on matrix units. Convolutions, gates and norms are
-other operators.
+where rows are asked for in bf16, :mod:`.gpu_blocks` computes both forms on matrix units.
+Convolutions, gates and norms are other operators.
 
 Legend: T rows, B requests, P pages, C rows per chunk, HK and HV key and value heads, K, V sizes.
 """
@@ -91,12 +91,7 @@ def new_recurrence_cache(
     dtype: of k and u; bfloat16 takes the contract of :mod:`.gpu_blocks`.
     """
     _check_chunk(chunk)
-    narrow = dtype == torch.bfloat16
-    if narrow and (chunk % gpu_blocks.BLOCK or torch.device(device).type == "cpu"):
-        raise ContractError(
-            f"bfloat16 pages are served on a GPU alone, for chunks of a multiple of "
-            f"{gpu_blocks.BLOCK}; leave dtype out"
-        )
+    _check_rows(dtype, chunk, torch.device(device))
     if value_heads % key_heads:
         raise ContractError(
             f"{value_heads} value heads cannot share {key_heads} key heads evenly; correct the "
@@ -131,15 +126,14 @@ def paged_recurrence(
     for pages that cannot serve the step (:mod:`.pages`), NonFiniteError naming the first row that
     is no number; then nothing was written.
     """
-    rows = _rows(kind, q, k, v, g, beta)
+    rows = _rows(kind, q, k, v, g, beta, cache.k.dtype)
     _fits(rows, cache)
     parts = (cache.k, cache.u, cache.decay, cache.end)
     if cache.k.is_cuda:
         gpu.check(*rows)
         require_no_gradient("paged recurrence", *rows)
         if cache.k.dtype == torch.bfloat16:
-            index = (batch.query_start, batch.length, batch.table)
-            return gpu_blocks.step(kind, *rows, *parts, *index)
+            return gpu_blocks.step(kind, rows, parts, batch)
         index = (batch.query_start, batch.length, batch.table, batch.slot)
         return gpu.step_op(kind, *rows, *parts, *index)
     cache.filled.admit(batch)
@@ -164,19 +158,26 @@ def packed_recurrence(
     beta: Tensor | None,
     query_start: Tensor,
     chunk: int,
+    *,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``o [T, HV, V]`` fp32 of whole requests back to back; differentiable in q, k, v, g and beta.
 
-    Shapes and bits as for :func:`paged_recurrence`; integer query_start ``[B + 1]``. Backward walks
-    a request's chunks from the saved states at their boundaries.
+    Shapes and bits as for :func:`paged_recurrence` over a cache of ``dtype``; integer query_start
+    ``[B + 1]``. Backward walks a request's chunks from the saved states at their boundaries;
+    gradients pass rounding to bf16 as if it were not.
     """
     _check_chunk(chunk)
-    rows = _rows(kind, q, k, v, g, beta)
+    _check_rows(dtype, chunk, q.device)
+    rows = _rows(kind, q, k, v, g, beta, None if dtype == torch.bfloat16 else dtype)
     start = packed_start(query_start, len(rows[0]))
     if rows[0].is_cuda:
         gpu.check(*rows)
     if torch.is_grad_enabled() and any(each is not None and each.requires_grad for each in rows):
-        o = cast(Tensor, _Packed.apply(kind, *rows, start, chunk))
+        run = _PackedBlocks if dtype == torch.bfloat16 else _Packed
+        o = cast(Tensor, run.apply(kind, *rows, start, chunk))
+    elif dtype == torch.bfloat16:
+        o = gpu_blocks.packed(kind, _narrow(rows), packed_rows(start, chunk), chunk)[0]
     else:
         o = _packed_forward(kind, rows, start, chunk)[0]
     if not o.is_cuda:
@@ -223,8 +224,23 @@ def _check_chunk(chunk: int) -> None:
         )
 
 
-def _rows(kind: Kind, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None) -> Rows:
-    """The five inputs, fp32 and contiguous; ContractError where they do not belong together."""
+def _check_rows(dtype: torch.dtype, chunk: int, device: torch.device) -> None:
+    narrow = dtype == torch.bfloat16
+    if narrow and (chunk % gpu_blocks.BLOCK or device.type == "cpu"):
+        raise ContractError(
+            f"bfloat16 rows are served on a GPU alone, in chunks of a multiple of "
+            f"{gpu_blocks.BLOCK}; leave dtype out"
+        )
+
+
+def _rows(
+    kind: Kind, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
+    dtype: torch.dtype | None = torch.float32,
+) -> Rows:  # fmt: skip
+    """The five inputs, contiguous; ContractError where they do not belong together.
+
+    dtype: of q, k and v; None: their own.
+    """
     if kind not in KINDS:
         raise ContractError(f"no recurrence is called {kind!r}; take one of {', '.join(KINDS)}")
     shapes = [None if x is None else (x.dtype, tuple(x.shape)) for x in (q, k, v, g, beta)]
@@ -244,8 +260,15 @@ def _rows(kind: Kind, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor |
         raise ContractError(
             f"a log decay is {float(g.max())}, so the state would grow; pass -exp(A_log) softplus()"
         )
-    q, k, v = (x.float().contiguous() for x in (q, k, v))
+    q, k, v = (x.to(dtype or x.dtype).contiguous() for x in (q, k, v))
     return q, k, v, g.contiguous(), None if beta is None else beta.float().contiguous()
+
+
+def _narrow(rows: Rows) -> Rows:
+    """Rows for the contract in blocks: q, k, v rounded to bf16."""
+    q, k, v, g, beta = (None if x is None else x.detach() for x in rows)
+    q, k, v = (cast(Tensor, x).to(torch.bfloat16) for x in (q, k, v))
+    return q, k, v, cast(Tensor, g), beta
 
 
 def _fits(rows: Rows, cache: RecurrenceCache) -> None:
@@ -307,3 +330,26 @@ class _Packed(torch.autograd.Function):
         run = choose(contracts[ctx.kind].id).run
         found = run(grads[0].contiguous(), *saved, start, ctx.chunk)
         return None, *found, None, None
+
+
+class _PackedBlocks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, kind: Kind, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor | None,
+        start: Tensor, chunk: int,
+    ) -> Tensor:  # fmt: skip
+        rows = _narrow((q, k, v, g, beta))
+        o, ends = gpu_blocks.packed(kind, rows, packed_rows(start, chunk), chunk)
+        ctx.save_for_backward(*rows, ends, start)
+        ctx.kind, ctx.chunk, ctx.dtypes = kind, chunk, (q.dtype, k.dtype, v.dtype)
+        return o
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *grads: Tensor
+    ) -> Any:
+        run = choose(gpu_gradient.BLOCKS[ctx.kind].id).run
+        dq, dk, dv, dg, dbeta = run(grads[0].contiguous(), *ctx.saved_tensors, ctx.chunk)
+        narrow = (x.to(dtype) for x, dtype in zip((dq, dk, dv), ctx.dtypes, strict=True))
+        return None, *narrow, dg, dbeta, None, None

@@ -10,8 +10,8 @@ of programs follows from shapes alone.
 
     o = launch(q, k, v, g, beta, k_pages, u_pages, g_pages, end_pages, start, length, table)
 
-Left out: a gradient. The reference is the same programs at another launch shape. Legend: as in
-:mod:`.gpu_kernels`.
+:mod:`.gpu_gradient` has the gradient. The reference is the same programs at another launch shape.
+Legend: as in :mod:`.gpu_kernels`.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from ..errors import ContractError
 from ..gpu.device import aligned, programs
 from ..gpu.register import register_gpu
 from .gpu import padded
-from .pages import slots_of
+from .pages import RowBatch, slots_of
 
 BLOCK = 16
 _PROGRAMS = 256  # of the walk over states that fill the chip
@@ -88,6 +88,15 @@ def blocks_of(
     return chunks, tiles, (order, fills.sum(0, keepdim=True, dtype=torch.int32))
 
 
+def unfit(chunk: int, key: int, value: int, delta: bool) -> str | None:
+    """Why no page of these sizes serves, or None."""
+    if chunk % BLOCK:
+        return f"chunks of {chunk} rows are no multiple of {BLOCK}"
+    if delta and chunk * chunk > 2 * key * value:
+        return f"the end state of {key} by {value} has no room for {chunk} by {chunk} numbers"
+    return None
+
+
 def launch(
     q: Tensor,
     k: Tensor,
@@ -111,11 +120,9 @@ def launch(
     beta = None if beta is None else aligned(beta)
     (tokens, key_heads, key), (heads, value), chunk = q.shape, v.shape[1:], k_pages.shape[1]
     delta, channels = beta is not None, g.dim() == 3
-    if chunk % BLOCK or (delta and chunk * chunk > 2 * key * value):
-        raise ContractError(
-            f"chunks of {chunk} rows are no multiple of {BLOCK}, or longer than their end state of "
-            f"{key} by {value} has room for; take the fp32 contract"
-        )
+    why = unfit(chunk, key, value, delta)
+    if why:
+        raise ContractError(f"{why}; take the fp32 contract")
     o = torch.empty(v.shape, dtype=torch.float32, device=q.device)
     if not tokens:
         return o
@@ -238,8 +245,65 @@ CONTRACTS = {
 }
 
 
-def step(kind: str, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
-    """:func:`launch` by its proved contract; q, k and v are rounded to bf16 first."""
+@torch.library.custom_op(
+    "zeromismatch::recurrence_blocks_step",
+    mutates_args=("k_pages", "u_pages", "g_pages", "end_pages"),
+)
+def step_op(
+    kind: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    k_pages: Tensor,
+    u_pages: Tensor,
+    g_pages: Tensor,
+    end_pages: Tensor,
+    query_start: Tensor,
+    length: Tensor,
+    table: Tensor,
+    index: list[Tensor],
+) -> Tensor:
+    """``o [T, HV, V]`` fp32 of bf16 q, k, v. index: :func:`blocks_of`, flat."""
     choose(CONTRACTS[kind].id)  # proved, or refused, before the first step
-    narrow = torch.bfloat16
-    return launch(q.to(narrow), k.to(narrow), v.to(narrow), *rest)
+    stores, where = (k_pages, u_pages, g_pages, end_pages), (query_start, length, table)
+    chunks, tiles, folds = zip(index[::2], index[1::2], strict=True)
+    return launch(q, k, v, g, beta, *stores, *where, (chunks, tiles, folds))
+
+
+@step_op.register_fake
+def _(kind: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return v.new_empty(v.shape, dtype=torch.float32)
+
+
+Rows = tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]
+Stores = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def step(kind: str, rows: Rows, stores: Stores, batch: RowBatch) -> Tensor:
+    """:func:`launch` by its proved contract, of rows q, k, v in bf16, g and beta in fp32.
+
+    What tells programs their chunks is made once per batch, inside a graph if that is captured.
+    """
+    q, _, v, g, beta = rows
+    chunk, delta = stores[0].shape[1], beta is not None
+    shape = shape_of(len(q), batch.length.numel(), v, g, delta, chunk)
+    captured = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    key = "blocks", chunk, len(q), shape.rows, captured
+    if key not in batch.derived:
+        found = blocks_of(batch.query_start, batch.length, len(q), chunk, shape)
+        batch.derived[key] = [each for pair in found for each in pair]
+    index = batch.query_start, batch.length, batch.table, batch.derived[key]
+    return step_op(kind, *rows, *stores, *index)
+
+
+def packed(kind: str, rows: Rows, batch: RowBatch, chunk: int) -> tuple[Tensor, Tensor]:
+    """``(o, ends)`` of whole requests: fp32 states at the ends of full chunks, in their order."""
+    _, k, v, g, _ = rows
+    pages = int(batch.table.max()) + 1 if batch.table.numel() else 0
+    k_pages, u_pages, g_pages = (x.new_empty(pages, chunk, *x.shape[1:]) for x in (k, v, g))
+    ends = g.new_empty(pages, v.shape[1], k.shape[2], v.shape[2])
+    o = step(kind, rows, (k_pages, u_pages, g_pages, ends), batch)
+    full = batch.slot[batch.slot % chunk == chunk - 1] // chunk
+    return o, ends[full]

@@ -1,6 +1,8 @@
-"""The recurrences' gradient on the GPU: contracts ``recurrence_grad.<kind>.float32.sm90.v1``.
+"""The recurrences' gradients on the GPU: contracts ``recurrence_grad.<kind>.float32.sm90.v1`` and,
+of bf16 rows in blocks, ``recurrence_blocks_grad.<kind>.bfloat16.sm90.v1``.
 
-Whole requests, from the rows u and the states at chunk boundaries that the forward left; the
+Whole requests, from the rows u and the states at chunk boundaries that the forward left; blocks
+leave states alone, so u is computed again from them, in fp32 like all else here. The
 reference's formulas, orders as :mod:`.gpu_gradient_kernels` writes them, no atomics. A request's
 gradients do not depend on its company; launch shapes are schedule, and the reference is the same
 programs at another. Written to be right: every row and head is a program of its own, in fp32.
@@ -61,7 +63,7 @@ def gradient(
     v: Tensor,
     g: Tensor,
     beta: Tensor | None,
-    u: Tensor,
+    u: Tensor | None,
     ends: Tensor,
     query_start: Tensor,
     size: int,
@@ -69,21 +71,43 @@ def gradient(
     columns: int = _COLUMNS,
     warps: int = 4,
 ) -> Gradients:
-    """``(dq, dk, dv, dg, dbeta)``, as the CPU's contract gives them."""
-    d_o, q, k, v, g, u, ends = (aligned(each) for each in (d_o, q, k, v, g, u, ends))
-    tokens, heads = v.shape[:2]
-    if not tokens:
+    """``(dq, dk, dv, dg, dbeta)``, as the CPU's contract gives them. u None: from the states."""
+    d_o, q, k, v, g, ends = (aligned(each) for each in (d_o, q, k, v, g, ends))
+    if not len(v):
         same = (torch.zeros_like(each) for each in (q, k, v, g))
         dq, dk, dv, dg = same
         return dq, dk, dv, dg, None if beta is None else torch.zeros_like(beta)
     strength = v if beta is None else aligned(beta)
-    walk = _Walk(d_o, q, k, v, g, strength, u, ends, query_start, size, beta is not None, warps)
+    given = v if u is None else aligned(u)
+    walk = _Walk(d_o, q, k, v, g, strength, given, ends, query_start, size, beta is not None, warps)
     walk.weights()
+    if u is None and beta is not None:
+        walk.updates(columns)
     walk.states(columns)
     dq, dk, dg, dbeta = walk.rows()
-    d_u, group = walk.d_u, heads // k.shape[1]
+    d_u, group = walk.d_u, walk.heads // walk.key_heads
     dv = d_u if beta is None else strength[..., None] * d_u
     return _by_key_head(dq, group), _by_key_head(dk, group), dv, dg, dbeta
+
+
+def block_gradient(
+    d_o: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor | None,
+    ends: Tensor,
+    query_start: Tensor,
+    size: int,
+    *,
+    columns: int = _COLUMNS,
+    warps: int = 4,
+) -> Gradients:
+    """fp32 ``(dq, dk, dv, dg, dbeta)`` for rows q, k, v of 16 bits, widened exactly."""
+    q, k, v = (each.float() for each in (q, k, v))
+    shape = {"columns": columns, "warps": warps}
+    return gradient(d_o, q, k, v, g, beta, None, ends, query_start, size, **shape)
 
 
 def _by_key_head(x: Tensor, group: int) -> Tensor:
@@ -129,6 +153,16 @@ class _Walk:
             owners(self.query_start, self.tokens), self.query_start, self.a, self.b, self.qs,
             self.ks, self.key_heads, self.heads, self.key, C=self.size,
             VEC=4 if self.shape["KP"] <= 128 else 8, **self.shape, **self.options,
+        )  # fmt: skip
+
+    def updates(self, columns: int) -> None:
+        """u of a delta rule."""
+        chunks, self.u = self.chunks, torch.empty_like(self.v)
+        grid = (len(chunks.first), self.heads, -(-self.value // columns))
+        self.kernels.recurrence_grad_updates_kernel[grid](
+            self.v, self.beta, self.b, self.ks, self.ends, chunks.first, chunks.count,
+            chunks.state, self.u, self.heads, self.key, self.value, self.size,
+            KP=self.shape["KP"], CP=padded(self.size), BV=columns, **self.options,
         )  # fmt: skip
 
     def states(self, columns: int) -> None:
@@ -190,19 +224,29 @@ class _Walk:
 
 
 reference = partial(gradient, columns=16, warps=1)
+block_reference = partial(block_gradient, columns=16, warps=1)
 
-GRADIENTS = {
-    kind: register_gpu(
-        {"triton": gradient},
-        name=f"recurrence_grad.{kind}",
-        storages=("float32",),
-        op="recurrence_grad",
-        formula=f"the gradient of recurrence.{kind} over whole requests, from boundary states",
+_OF = {
+    "recurrence": ("float32", gradient, "reference", ""),
+    "recurrence_blocks": ("bfloat16", block_gradient, "block_reference", "u from states; "),
+}
+_ALL = {
+    (op, kind): register_gpu(
+        {"triton": run},
+        name=f"{op}_grad.{kind}",
+        storages=(storage,),
+        op=f"{op}_grad",
+        formula=f"{first}the gradient of recurrence.{kind} over whole requests, from boundary "
+        "states",
         order="chunks descending; rows of dq descending, the state last; columns of dk and dg "
         "ascending; sums over K, V and a chunk's tile trees by index; key heads ascending",
         rounding="fp32 throughout",
         functions="fma, ex2.approx of the decay times log2(e)",
-        reference="zeromismatch.kernels.recurrence.gpu_gradient:reference",
-    )[torch.float32]
+        reference=f"zeromismatch.kernels.recurrence.gpu_gradient:{name}",
+    )[getattr(torch, storage)]
+    for op, (storage, run, name, first) in _OF.items()
     for kind in ("ssd", "gated_delta", "kda")
 }
+GRADIENTS, BLOCKS = (
+    {kind: contract for (op, kind), contract in _ALL.items() if op == of} for of in _OF
+)

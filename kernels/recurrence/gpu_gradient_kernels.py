@@ -1,11 +1,13 @@
 """Triton programs of the recurrences' gradient over whole requests, from boundary states.
 
-``walk``: per request, value head and block of value columns, chunks descending with dS'; rows
-descending give du, then dS is folded ascending, and r's part of the state is read. ``through``:
-per chunk, head and block of keys, what passes through S and dS'. ``rows``, ``columns``, ``gates``:
-per row and head, the sums over earlier rows, later rows, and log decays. Sums over K, V and tiles
-of rows are trees by index, everything else one chain as written, so a request's bits depend on
-nothing but its own rows. Formulas: ``kernels/reference/recurrence_grad.py``.
+``updates``: per chunk, value head and block of value columns, u again where the forward kept only
+states. ``walk``: per request, value head and block of value columns, chunks descending with dS';
+rows descending give du, then dS is folded ascending, and r's part of the state is read.
+``through``: per chunk, head and block of keys, what passes through S and dS'. ``rows``,
+``columns``, ``gates``: per row and head, the sums over earlier rows, later rows, and log decays.
+Sums over K, V and tiles of rows are trees by index, everything else one chain as written, so a
+request's bits depend on nothing but its own rows.
+Formulas: ``kernels/reference/recurrence_grad.py``.
 
 Legend: T rows, N chunks of C rows (CP, KP, VP: padded to powers of two), HK, HV heads, K, V sizes.
 """
@@ -98,6 +100,34 @@ def recurrence_grad_walk_kernel(
                     ks = tl.load(ks_ptr + row * K + d, mask=d < K, other=0.0)
                     r = fold_deep(ks[:, None] * state, KP, BV)
                     tl.store(r_ptr + row * V + cols, r, mask=fits)
+
+
+@triton.jit
+def recurrence_grad_updates_kernel(
+    v_ptr, beta_ptr, b_ptr, ks_ptr, ends_ptr, first_ptr, count_ptr, state_ptr, u_ptr, HV, K, V, C,
+    KP: tl.constexpr, CP: tl.constexpr, BV: tl.constexpr,
+):  # fmt: skip
+    """u [T, HV, V] of a delta rule, from the states that chunks begin from: rows ascending."""
+    chunk = tl.program_id(0).to(tl.int64)
+    h = tl.program_id(1)
+    cols = tl.program_id(2) * BV + tl.arange(0, BV)
+    fits = cols < V
+    d, c = tl.arange(0, KP), tl.arange(0, CP)
+    first = tl.load(first_ptr + chunk).to(tl.int64)
+    source = tl.load(state_ptr + chunk).to(tl.int64)
+    state = tl.load(
+        ends_ptr + (source * HV + h) * K * V + d[:, None] * V + cols[None, :],
+        mask=(d < K)[:, None] & fits[None, :] & (source >= 0), other=0.0,
+    )  # fmt: skip
+    u = tl.zeros((CP, BV), tl.float32)
+    for i in range(0, tl.load(count_ptr + chunk)):
+        row = (first + i) * HV + h
+        ks = tl.load(ks_ptr + row * K + d, mask=d < K, other=0.0)
+        b = tl.load(b_ptr + row * C + c, mask=c < i, other=0.0)
+        r = fold_deep(ks[:, None] * state, KP, BV) + fold_deep(b[:, None] * u, CP, BV)
+        one = tl.load(beta_ptr + row) * (tl.load(v_ptr + row * V + cols, mask=fits, other=0.0) - r)
+        u = tl.where((c == i)[:, None], one[None, :], u)
+        tl.store(u_ptr + row * V + cols, one, mask=fits)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import pytest
 
 from zeromismatch.kernels.errors import RecipeError, UncoveredSiteError
 from zeromismatch.model_recipes.apply import find_sites
-from zeromismatch.model_recipes.bindings import OP_CLASSES, check_contract
+from zeromismatch.model_recipes.bindings import OP_CLASSES, aligned_contract, check_contract
 from zeromismatch.model_recipes.plan import Plan, aligned_plan, plan_from, stock_plan
 from zeromismatch.model_recipes.sites import Site
 
@@ -22,6 +22,19 @@ def test_aligned_covers_every_class_with_contracts_that_serve_it(dtype: str) -> 
     assert plan.rules["linear"] == f"linear.chain.{dtype}.cpu.v1"
     assert plan.rules["logprob"] == "logprob.lanes16.float32.cpu.v1"
     assert not plan.is_stock
+
+
+@pytest.mark.parametrize("kind", ["ssd", "gated_delta", "kda"])
+def test_recurrences_of_bf16_models_on_hopper_are_those_in_blocks(kind: str) -> None:
+    op_class, rows = f"recurrence_{kind}", f"recurrence.{kind}.float32.sm90.v1"
+    blocks = aligned_contract(op_class, "bfloat16", "sm90") or ""
+    assert blocks.startswith(f"recurrence_blocks.{kind}.bfloat16.sm90.")
+    for contract in (blocks, rows):
+        check_contract(contract, op_class, "bfloat16", "sm90")
+    assert aligned_contract(op_class, "float32", "sm90") == rows
+    with pytest.raises(RecipeError, match="does not serve"):
+        check_contract(blocks, op_class, "float32", "sm90")
+    assert aligned_contract(op_class, "bfloat16", "cpu") == f"recurrence.{kind}.float32.cpu.v1"
 
 
 def test_plan_from_understands_names_plans_and_sites(model: Any) -> None:

@@ -17,6 +17,7 @@ from zeromismatch.kernels.gated_norm import gpu as norms
 from zeromismatch.kernels.gates import gpu as gates
 from zeromismatch.kernels.recurrence import gpu, gpu_gradient
 from zeromismatch.kernels.recurrence import gpu_blocks as block_units
+from zeromismatch.kernels.recurrence.pages import packed_rows
 from zeromismatch.kernels.reference import convolution as convolution_reference
 from zeromismatch.kernels.reference import gated_norm as norms_reference
 from zeromismatch.kernels.reference import gates as gates_reference
@@ -100,7 +101,7 @@ def blocks() -> None:
     """On matrix units; in fp16, since the interpreter's products take bf16 for integers."""
     for kind in block_units.CONTRACTS:
         data = cases_recurrent._Data(get_contract(f"recurrence.{kind}.float32.cpu.v1"), 1)
-        given = list(cases_recurrent._paged(data, kind, (32, 1, 2, 24, 24), [70], [0], 0))
+        given = list(cases_recurrent._paged(data, kind, (32, 1, 2, 24, 40), [70], [0], 0))
         rounded = [x is not None and i in (0, 1, 2, 5, 6) for i, x in enumerate(given)]
         halves = [x.half() if r else x for x, r in zip(given, rounded, strict=True)]
         true = [x.float() if r else x for x, r in zip(halves, rounded, strict=True)]
@@ -108,12 +109,42 @@ def blocks() -> None:
         near(mine, o, 2e-3)
         near(ends, states, 2e-3)
         stores = [torch.full_like(each, float("nan")) for each in halves[5:9]]
-        for first, last in pairwise((0, 31, 33, 34, 64, 70)):
+        for first, last in pairwise((0, 18, 19, 31, 33, 34, 64, 70)):
             one = [None if x is None else x[first:last].contiguous() for x in halves[:5]]
             index = (torch.tensor([0, last - first]).int(), torch.tensor([last]).int())
             out = block_units.launch(*one, *stores, *index, halves[11])
             near(out, mine[first:last], 1e-3)  # numpy's sums depend on the tile, a GPU's do not
         near(stores[3][halves[11][0, :2].long()], ends, 3e-4)
+
+
+def block_gradients() -> None:
+    """u again from the states: as if it had been kept; and from the states that blocks leave."""
+    for kind in block_units.CONTRACTS:
+        data = cases_recurrent._Data(get_contract(f"recurrence.{kind}.float32.cpu.v1"), 3)
+        *rows, g, beta = cases_recurrent._inputs(data, kind, 19, (16, 1, 2, 12, 17))
+        start = torch.tensor([0, 1, 1, 19], dtype=torch.int32)
+        halves = [x.half() for x in rows]
+        wide = [x.float() for x in halves]
+        pages = [x.new_empty(0, 16, *x.shape[1:]) for x in (*wide[1:], g)]
+        ends, table = torch.empty(0, 2, 12, 17), torch.zeros(3, 0, dtype=torch.int32)
+        index = start, start.diff(), table
+        _, u, ends = reference.recurrence(*wide, g, beta, *pages, ends, *index)
+        d_o = data.rows(19, 2, 17, scale=0.1)
+        true = gradient_reference.recurrence_grad(d_o, *wide, g, beta, u, ends, start, 16)
+        mine = gpu_gradient.block_gradient(d_o, *halves, g, beta, ends, start, 16)
+        batch = packed_rows(start, 16)
+        stores = [x.new_full((3, 16, *x.shape[1:]), float("nan")) for x in (*halves[1:], g)]
+        stores.append(torch.full((3, 2, 12, 17), float("nan")))
+        block_units.launch(*halves, g, beta, *stores, *index[:2], batch.table)
+        left = stores[3][batch.slot[batch.slot % 16 == 15] // 16]
+        rough = gpu_gradient.block_gradient(d_o, *halves, g, beta, left, start, 16)
+        for a, b, c in zip(mine, true, rough, strict=True):
+            if a is None:
+                assert kind == "ssd"
+            else:
+                near(a, b, 2e-6)
+                near(c, b, 3e-3)
+        assert not bits.equal(mine[0], rough[0])
 
 
 def row_operators() -> None:
@@ -145,6 +176,7 @@ recurrences()
 convolutions()
 row_operators()
 blocks()
+block_gradients()
 steps()
 gradients()
 print("recurrences ok")

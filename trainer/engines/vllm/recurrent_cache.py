@@ -189,16 +189,15 @@ class RecurrentPages(_Layer):
         spec = self.get_kv_cache_spec(None)
         blocks = flat.numel() // (8 * spec.head_size * self.chunk)
         decays = (layer.value_heads, layer.key_dim) if layer.per_channel else (layer.value_heads,)
-        fp32 = (
-            (layer.chunk, layer.key_heads, layer.key_dim),
-            (layer.chunk, layer.value_heads, layer.value_dim),
-            (layer.chunk, *decays),
-            (layer.value_heads, layer.key_dim, layer.value_dim),
+        shapes = (
+            ((layer.chunk, layer.key_heads, layer.key_dim), layer.rows),
+            ((layer.chunk, layer.value_heads, layer.value_dim), layer.rows),
+            ((layer.chunk, *decays), torch.float32),
+            ((layer.value_heads, layer.key_dim, layer.value_dim), torch.float32),
+            ((layer.chunk, layer.channels), self.dtype),
         )
         at, parts = 0, list[Tensor]()
-        for shape, dtype in (
-            *((each, torch.float32) for each in fp32), ((layer.chunk, layer.channels), self.dtype),
-        ):  # fmt: skip
+        for shape, dtype in shapes:
             size = blocks * math.prod(shape) * dtype.itemsize
             parts.append(flat[at : at + size].view(dtype).view(blocks, *shape))
             at += size
