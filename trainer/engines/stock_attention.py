@@ -55,7 +55,9 @@ def stock_attention(
 ) -> Tensor:
     """[T, H, D]: the last T of S positions attend causally; ``window`` counts the row's own key."""
     q_BTHD, k_BSKD, v_BSKD = (x.unsqueeze(0) for x in (q_THD, k_SKD, v_SKD))
-    options = {"scale": scale, "window": window, "softcap": softcap, "sinks": sinks}
+    options: dict[str, Any] = {
+        "scale": scale, "window": window, "softcap": softcap, "sinks": sinks
+    }  # fmt: skip
     return _attend(q_BTHD, k_BSKD, v_BSKD, **options).squeeze(0)
 
 
