@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=16384, help="of a micro-batch at most")
     parser.add_argument("--cache", type=int, default=1, help="GiB of vLLM's cache")
     parser.add_argument("--room", type=float, help="GiB of the GPU that this process may take")
-    parser.add_argument("--room-from", type=int, help="update from which on it has half too little")
+    parser.add_argument("--room-from", type=int, help="update from which on it has too little")
     parser.add_argument("--wait", type=float, default=240.0, help="seconds, at most, for a worker")
     parser.add_argument("--only", action="store_true", help="train, and time nothing alone")
     parser.add_argument("--rollout", choices=("vllm", "paged"), default="vllm")
@@ -232,7 +232,7 @@ def stretch(
                       f"{record.wait_seconds:.2f} rollout {record.rollout_seconds:.2f} sync "
                       f"{record.sync_seconds:.2f}", file=sys.stderr, flush=True)  # fmt: skip
             if record.version == room_from:
-                room = half_too_little()
+                room = too_little()
                 (folder / "room.txt").write_text(f"{room / 2**30:.3f}")
 
         def told(found: Evaluation) -> None:
@@ -352,12 +352,12 @@ def in_use() -> int:
     return total - free
 
 
-def half_too_little() -> float:
-    """Leave this process half of what its steps took so far beyond what it keeps; its bytes."""
+def too_little() -> float:
+    """Leave this process three quarters of what its steps took beyond what it keeps; its bytes."""
     if not torch.cuda.is_available():
         return 0.0
     kept = torch.cuda.memory_allocated()
-    room = kept + (torch.cuda.max_memory_allocated() - kept) / 2
+    room = kept + (torch.cuda.max_memory_allocated() - kept) * 0.75
     limit(room)
     return room
 

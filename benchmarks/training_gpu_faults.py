@@ -7,8 +7,9 @@ The run of ``training_gpu.py``, a checkpoint every five updates, is met by, one 
     worker     the rollout worker is killed (SIGKILL); the run goes on by itself
     learner    the learner is killed; the run is resumed
     both       learner and worker are killed at once; the run is resumed
-    memory     the learner is left half of the GPU memory that its step takes; the run ends with an
-               error and is resumed, as that says, with fewer rows in a micro-batch
+    memory     the learner is left three quarters of the GPU memory that a step takes beyond what
+               stays; the run ends with an error and is resumed, as that says, with fewer rows in
+               a micro-batch
     stopped    the worker is stopped (SIGSTOP) and never answers again; the run ends with an error
                and is resumed
 
