@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from zeromismatch.kernels import bits
+from zeromismatch.kernels.errors import BudgetError
 from zeromismatch.model_recipes.models import LoadedModel
 from zeromismatch.model_recipes.state import named_state
 from zeromismatch.trainer.loop import hosts
@@ -88,6 +89,21 @@ def test_an_auditor_that_is_killed_is_made_again_and_finds_the_same(
 class Told:
     def visible(self) -> str:
         return os.environ[VISIBLE]
+
+    def stop(self) -> None:
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+@pytest.mark.slow
+def test_a_process_that_never_answers_is_given_up_in_time_and_ended() -> None:
+    there = Elsewhere(Told, wait_seconds=60, noun="a rollout worker")
+    try:
+        there.call("__repr__", timeout=60)  # it is there
+        with pytest.raises(BudgetError, match=r"did not finish 'stop' in 1 s; raise wait_seconds"):
+            there.call("stop", timeout=1)
+    finally:
+        there.close()
+    assert there.process.exitcode == -signal.SIGKILL
 
 
 @pytest.mark.slow

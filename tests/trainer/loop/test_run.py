@@ -203,6 +203,31 @@ def test_a_bad_task_ends_the_run_and_is_named(
         run(setup, tmp_path, fresh())
 
 
+@dataclass(frozen=True)
+class Endless:
+    """No token ends a turn, and no turn is the last."""
+
+    name: str = "endless"
+
+    def prompt(self, index: int, rng: random.Random) -> Prompt:
+        return Prompt(tokens=(3, 4))
+
+    def score(self, trajectory: Trajectory) -> float:
+        return float(trajectory.tokens[-1] % 2)
+
+    def next_turn(self, trajectory: Trajectory) -> tuple[int, ...] | None:
+        return (9,)
+
+
+def test_a_response_that_never_ends_is_ended_by_the_settings(
+    fresh: Fresh, setup_of: SetupOf, tmp_path: Path
+) -> None:
+    setup = setup_of(Endless(), lag=0, updates=1, max_turns=3, max_new_tokens=4)
+    _, facts = run(setup, tmp_path, fresh())
+    assert facts[0].batch.lengths.tolist() == [3 * 4] * 4
+    assert bits.equal(facts[0].audit.mu, facts[0].audit.logp)
+
+
 def test_equal_rewards_move_nothing(fresh: Fresh, setup_of: SetupOf, tmp_path: Path) -> None:
     outcome, facts = run(setup_of(Faulty("none"), lag=1, updates=3), tmp_path, fresh())
     assert [one.gradient_norm for one in facts] == [0.0] * 3
