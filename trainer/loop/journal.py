@@ -90,7 +90,8 @@ def _line(group: Group) -> str:
             "trajectories": [to_json(each) for each in group.trajectories],
             "audited": group.audited,
             "audit_bits": group.audit_bits,
-        }
+        },
+        separators=(",", ":"),  # a third less to write and to encode, beside the learner
     )
     return f"{_checksum(text)} {text}\n"
 
