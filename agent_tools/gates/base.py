@@ -224,6 +224,10 @@ class Findings:
             Control(name=name, touches=touches, compared=compared, differing=differing, red=seen)
         )
 
+    def stock_control(self, name: str, count: TokenCount) -> None:
+        """Add a red control that puts one class of stock operators in."""
+        self.control(name, "one stock operator class", count.compared, count.differing)
+
     def differs(self) -> bool:
         """Whether anything differs so far."""
         return any(part.differing for part in self.parts)

@@ -16,7 +16,7 @@ import functools
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, cast
@@ -41,6 +41,9 @@ from ..sides import Side
 
 STOCK_TRIED = ("attention", "linear", "rmsnorm")
 """Classes of which one whose stock kernels depend on the schedule is a red control."""
+Try = tuple[str, Callable[[], TokenCount]]
+"""A red control that may be tried: its name, and what it compares."""
+Counts = dict[str, TokenCount]
 STEP_TOKENS = 96
 """Rows in one rollout step: few enough that prompts are chunked."""
 
@@ -140,6 +143,7 @@ class Bench:
     progress: Callable[[str], None] = lambda stage: None
     untouched: LoadedModel | None = None
     _current: _Current = field(default_factory=_Current)
+    _stock: dict[str, Counts] = field(default_factory=dict[str, Counts])
 
     def on(self, plan: Plan | None = None) -> Engines:
         """The engines under a plan, by default the one that is being gated."""
@@ -220,29 +224,43 @@ class Bench:
         requests = self.requests
         return self.on().run("mixed", requests)
 
-    @functools.cached_property
-    def stock_operator(self) -> tuple[str, TokenCount, TokenCount]:
-        """A red control: a class of operators, its stock kernels' decode against its whole prompts,
-        and against its trainer.
+    def stock_controls(self, against: Literal["whole", "packed"]) -> Iterator[Try]:
+        """Red controls: a class of operators, its stock kernels' decode against its whole prompts,
+        or against its trainer.
 
         Attention, or the next class where stock attention gives both the same bits, as it may on
-        an H200 in bf16. A long request is among them: a fused kernel that holds all keys of a short
-        one in a single tile gives decode the bits of the whole prompt.
+        an H200 in bf16.
         """
-        from .scale import long_request
-
-        short = self.requests[: 1 if self.quick else 2]
-        few = (*short, long_request(self.requests, self.size.long))
-        found: list[tuple[str, TokenCount, TokenCount]] = []
         for op_class in STOCK_TRIED[:1] if self.plan.is_stock else STOCK_TRIED:
+            yield f"stock {op_class}", lambda name=op_class: self._stock_decode(name)[against]
+
+    def _stock_decode(self, op_class: str) -> Counts:
+        """Both comparisons, made once. A long request is among them: a fused kernel that holds all
+        keys of a short one in a single tile gives decode the bits of the whole prompt."""
+        if op_class not in self._stock:
+            from .scale import long_request
+
+            short = self.requests[: 1 if self.quick else 2]
+            few = (*short, long_request(self.requests, self.size.long))
             red = self.on(with_stock(self.plan, op_class))
             decoded = red.run("decode", few)
-            whole, packed = (compare_scored(decoded, run)
-                             for run in (red.run("alone", few), red.pack(few)))  # fmt: skip
-            found.append((op_class, whole, packed))
-            if whole.differing and packed.differing:
-                break
-        return found[-1]
+            sides = {"whole": red.run("alone", few), "packed": red.pack(few)}
+            self._stock[op_class] = {n: compare_scored(decoded, run) for n, run in sides.items()}
+        return self._stock[op_class]
+
+    def stock_recurrence(self, op_class: str) -> Iterator[Try]:
+        """Red controls: a recurrence's stock kernels in other chunks, or decoded, against whole.
+
+        Chunks first: of a few decoded rows, bf16 may hide all that stock does.
+        """
+        few = self.requests[:2]
+        for schedule in ("chunk:33", "decode"):
+
+            def run(schedule: str = schedule) -> TokenCount:
+                red = self.on(with_stock(self.plan, op_class))
+                return compare_scored(red.run(schedule, few), red.run("alone", few))
+
+            yield f"stock {op_class}, {schedule} = whole", run
 
     @functools.cached_property
     def packed(self) -> Run:
@@ -284,6 +302,23 @@ def engines_on(model: LoadedModel, plan: Plan) -> Engines:
     """Both engines on ``model``, sharing one instrument; close ``paged`` when done."""
     paged = PagedEngine(model, plan)
     return Engines(plan, paged, PackedEngine(model, plan, instrument=paged.instrument))
+
+
+def first_red(tries: Iterable[Try]) -> tuple[str, TokenCount]:
+    """Try red controls until one turns red: its name and count.
+
+    Whether stock kernels give other bits in another schedule is up to the processor, the dtype and
+    the sizes. The last one where none turns red: that control stays green, and the gate then counts
+    as inconclusive. UsageError without any.
+    """
+    found: tuple[str, TokenCount] | None = None
+    for name, run in tries:
+        found = name, run()
+        if found[1].differing:
+            break
+    if found is None:
+        raise UsageError("there is no red control to try; name an operator class")
+    return found
 
 
 def with_stock(plan: Plan, *op_classes: str) -> Plan:

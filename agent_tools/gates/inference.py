@@ -29,7 +29,7 @@ from ..align import shorten
 from ..flips import FlipBit
 from ..rollouts import TokenCount, batching_facts, compare_tokens, steps_of
 from .base import Findings, Gate
-from .bench import Bench, Engines, Quiet, compare_scored, cut, only, with_stock
+from .bench import Bench, Engines, Quiet, compare_scored, cut, first_red, only, with_stock
 from .load import Load
 
 BATCHES = (2, 3, 5, 8, 16)
@@ -251,14 +251,10 @@ def check_phase(bench: Bench, found: Findings) -> None:
                   shortest > (TILES - 1) * size)  # fmt: skip
     layers = engines.paged.instrument.recurrent.values()
     bench.progress("C4: red control, a stock operator")
-    controls = {bench.stock_operator[0]: bench.stock_operator[1]}
+    found.stock_control(*first_red(bench.stock_controls("whole")))
     for op_class in sorted({f"recurrence_{layer.kind}" for layer in layers}):
         bench.progress(f"C4: red control, stock {op_class}")
-        red, few = bench.on(with_stock(bench.plan, op_class)), requests[:2]
-        controls[op_class] = compare_scored(red.run("decode", few), red.run("alone", few))
-    for op_class, control in controls.items():
-        found.control(f"stock {op_class}", "one stock operator class", control.compared,
-                      control.differing)  # fmt: skip
+        found.stock_control(*first_red(bench.stock_recurrence(op_class)))
     if found.differs():
         few = shorten(requests, 2, 8)
         found.divergence, found.heat = bench.culprits_and_heat("paged:decode", "paged:alone", few)

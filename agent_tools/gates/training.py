@@ -12,7 +12,7 @@ C6 is in ``gradient.py``.
 """
 
 import math
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -27,7 +27,16 @@ from ..align import shorten
 from ..rollouts import batching_facts, compare_tokens, logprob_values, steps_of
 from ..routing import Replay, RoutingTrace, judged, routers, slack
 from .base import Findings, Gate
-from .bench import STOCK_TRIED, Bench, compare_scored, gradients, only, with_stock
+from .bench import (
+    STOCK_TRIED,
+    Bench,
+    Try,
+    compare_scored,
+    first_red,
+    gradients,
+    only,
+    with_stock,
+)
 from .inference import culprit_lines
 
 MAX_ENTROPY = 0.7
@@ -59,16 +68,19 @@ def check(bench: Bench, found: Findings) -> None:
     _accuracy(bench, found)
     _entropy(bench, found)
     bench.progress("C5: red control, a stock operator")
-    op_class, _, control = bench.stock_operator
-    name = f"stock {op_class}"
-    if not control.differing:  # alike in every schedule here; but not what the rollout computed
-        op_class = STOCK_TRIED[0]
-        name = f"stock {op_class} in the trainer alone"
-        control = compare_tokens(
-            bench.sampled, bench.on(with_stock(bench.plan, op_class)).pack(requests)
-        )
-    found.control(name, "one stock operator class", control.compared,
-                  control.differing)  # fmt: skip
+    found.stock_control(*first_red(_controls(bench)))
+
+
+def _controls(bench: Bench) -> Iterator[Try]:
+    """Stock decode against stock trainer; where no class differs there, the rollout against a
+    trainer that alone has a stock operator."""
+    yield from bench.stock_controls("packed")
+    op_class = STOCK_TRIED[0]
+    plan = with_stock(bench.plan, op_class)
+    yield (
+        f"stock {op_class} in the trainer alone",
+        lambda: compare_tokens(bench.sampled, bench.on(plan).pack(bench.requests)),
+    )
 
 
 def _site_by_site(bench: Bench, found: Findings) -> None:

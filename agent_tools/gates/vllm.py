@@ -28,7 +28,7 @@ from ..align import shorten
 from ..rollouts import TokenCount, batching_facts, compare_tokens, steps_of
 from . import cost, environment, inference, lifecycle, scale, training
 from .base import Check, Findings, Gate
-from .bench import Bench, compare_scored
+from .bench import Bench, compare_scored, first_red
 from .gradient import loss_weights
 from .learner import Learner
 from .load import Load
@@ -151,10 +151,11 @@ def _stock_control(bench: VllmBench, found: Findings) -> None:
                       "stock operators", red.compared, red.differing)  # fmt: skip
         return
     bench.progress("red control: vLLM's own kernels")
-    decoded, trained = bench.stock
-    count = decoded if decoded.differing else trained
-    what = "decode = whole" if decoded.differing else "rollout = trainer"
-    found.control(f"vLLM's own kernels, {what}", "stock operators", count.compared, count.differing)
+    name, count = first_red([
+        ("vLLM's own kernels, decode = whole", lambda: bench.stock[0]),
+        ("vLLM's own kernels, rollout = trainer", lambda: bench.stock[1]),
+    ])  # fmt: skip
+    found.control(name, "stock operators", count.compared, count.differing)
 
 
 def check_batch(bench: VllmBench, found: Findings) -> None:
@@ -207,7 +208,8 @@ def check_trainer(bench: VllmBench, found: Findings) -> None:
             detail = f"{coverage.shared} sites, coverage {coverage.share:.0%}"
             found.part("vLLM = packed, site by site", coverage.rows, coverage.differing_rows,
                        "site rows", detail)  # fmt: skip
-        found.require("vLLM and the trainer may be compared", verdict.status,
+        found.require("vLLM and the trainer may be compared",
+                      f"{verdict.status}: {verdict.reason}",
                       verdict.status in ("EQUAL", "DIVERGENT"))  # fmt: skip
     else:
         found.not_applicable.append("vLLM site by site: captured graphs call no hook")

