@@ -91,7 +91,7 @@ def _line(group: Group) -> str:
             "audited": group.audited,
             "audit_bits": group.audit_bits,
         },
-        separators=(",", ":"),  # a third less to write and to encode, beside the learner
+        separators=(",", ":"),  # encoded beside the learner, in its interpreter
     )
     return f"{_checksum(text)} {text}\n"
 
