@@ -26,6 +26,7 @@ from . import cases_moe as cases_moe  # registers its own
 from . import cases_recurrent as cases_recurrent  # registers its own
 from .certify import register_cases, register_stock
 from .contract import Contract
+from .linear.gpu import contract_id
 from .reference.logprob import logprob as reference_logprob
 from .trial import Case
 
@@ -296,13 +297,13 @@ register_cases("activation_gelu_grad", cases_gradient.activation_grad)
 register_cases("gated_gelu_grad", cases_gradient.gated_grad)
 for _cases in (
     cases_gpu.gemm, cases_gpu.logprob, cases_gpu.logprob_grad, cases_gpu.attention,
-    cases_gpu.attention_grad,
+    cases_gpu.attention_grad, cases_gpu.norm_rotary,
 ):  # fmt: skip
     register_cases(_cases.__name__, _cases, device="sm90")
 for _dtype in ("float32", "bfloat16"):
     register_stock(f"linear.chain.{_dtype}.cpu.v1", stock_linear)
 for _dtype in ("float32", "bfloat16", "float16"):
-    register_stock(f"gemm.L.{_dtype}.sm90.v1", cases_gpu.stock_gemm)
+    register_stock(contract_id("gemm", getattr(torch, _dtype)), cases_gpu.stock_gemm)
     register_stock(f"attention.split1024.{_dtype}.sm90.v1", cases_gpu.stock_attention)
 for _dtype in ("bfloat16", "float16"):
     register_stock(f"attention.flash3.{_dtype}.sm90.v1", cases_gpu.stock_attention)

@@ -60,6 +60,16 @@ FULL_FLASH3 = (
 )  # fmt: skip
 
 
+# tokens, query heads, kv heads, D, positions
+QUICK_HEADS = ((1, 3, 1, 64, 70), (40, 16, 8, 128, 5000), (7, 9, 3, 64, 300), (130, 2, 2, 16, 9))
+FULL_HEADS = (
+    *QUICK_HEADS,
+    *((t, 4, 2, 128, 2048) for t in (2, 3, 15, 16, 17, 255, 256, 257, 4097)),
+    *((33, 5, 1, d, 100) for d in (16, 32, 64, 128)),
+    (5, 32, 8, 64, 131_072),
+)
+
+
 def stock_gemm(
     form: str, a: Tensor, b: Tensor, bias: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
@@ -122,6 +132,22 @@ def logprob_grad(contract: Contract, quick: bool, seed: int, key: Key) -> Iterat
             yield Case(
                 label=case.label, arguments=(*case.arguments, *saved), rows=(0, 1, 2, 3, 4, 5)
             )
+
+
+def norm_rotary(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:
+    """Heads side by side in wider rows, with norms and, every third time, without."""
+    for step, (t, heads, kv_heads, d, top) in enumerate(QUICK_HEADS if quick else FULL_HEADS):
+        base = seed * 1_000_003 + 10 * step
+        rows = _rows(contract, t, (heads + 2 * kv_heads) * d, base, 0.5)
+        x = rows[:, : (heads + kv_heads) * d].unflatten(1, (heads + kv_heads, d))
+        weights = (None, None) if step % 3 == 2 else _rows(contract, 2, d, base + 1).unbind()
+        angle = torch.linspace(0, 9, top * d, device="cuda").view(top, d)
+        where = adversarial.integers((t,), top, seed=base + 2, device="cuda")
+        yield Case(
+            label=f"tokens {t}, heads {heads}/{kv_heads} of {d}, {top} positions",
+            arguments=(x, *weights, 1e-6, where, angle.cos(), angle.sin(), heads),
+            rows=(0, 4),
+        )
 
 
 def attention(contract: Contract, quick: bool, seed: int, key: Key) -> Iterator[Case]:

@@ -14,7 +14,7 @@ there is only one; ``o = (ACC + 0) / L`` by IEEE division. Masked keys give p = 
 no-ops, and their V is zero-filled. So query tile, head packing, pages, splits and the number of
 queries in a call are schedule. ``walk`` keeps all chunks of a query tile in one program (prefill,
 packed training); ``split`` gives each (request, kv head, chunk) a program and ``merge`` adds the
-partials in order.
+partials in order; the only chunk of a request is finished by ``split`` itself.
 
 Legend: T tokens, H query heads, HK kv heads, G = H / HK, D head size, B requests.
 """
@@ -288,6 +288,9 @@ def attention_split_kernel(
     part_ptr,
     part_m_ptr,
     part_l_ptr,
+    o_ptr,
+    lse_ptr,
+    sink_ptr,
     query_start_ptr,
     kv_len_ptr,
     table_ptr,
@@ -298,6 +301,8 @@ def attention_split_kernel(
     stride_kn,
     stride_kh,
     stride_table,
+    stride_ot,
+    stride_lse,
     scale,
     c,
     G: tl.constexpr,
@@ -310,12 +315,11 @@ def attention_split_kernel(
     PAGE: tl.constexpr,
     WINDOW: tl.constexpr,
     SOFTCAP: tl.constexpr,
+    HAS_SINK: tl.constexpr,
     STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     """Persistent: one P-chunk of one request and kv head at a time, partials to scratch."""
-    if DEPENDENT:
-        gdc_launch_dependents()
     work = tl.program_id(0)
     total = tl.load(split_start_ptr + B) * HK
     lanes = tl.arange(0, BM)
@@ -334,7 +338,8 @@ def attention_split_kernel(
         key_first = 0
         if WINDOW > 0:
             key_first = tl.maximum(kv_len - q_len - WINDOW + 1, 0) // BN * BN
-        chunk = key_first // P + item - tl.load(split_start_ptr + b)
+        first_item = tl.load(split_start_ptr + b)
+        chunk = key_first // P + item - first_item
         low = tl.maximum(chunk * P, key_first)
         high = tl.minimum(chunk * P + P, kv_len)
         q_rows = (query_start + token).to(tl.int64) * stride_qt + heads * D
@@ -369,8 +374,24 @@ def attention_split_kernel(
                 SOFTCAP,
             )
             rows = ahead
-        slot = (item.to(tl.int64) * HK + kv_head) * BM + lanes
-        tl.store(part_ptr + slot[:, None] * BD + dims[None, :], acc, mask=m_row[:, None])
-        tl.store(part_m_ptr + slot, m, mask=m_row)
-        tl.store(part_l_ptr + slot, tl.max(l, 1), mask=m_row)
+        if tl.load(split_start_ptr + b + 1) - first_item == 1:
+            total_m = tl.full((BM,), float("-inf"), tl.float32)
+            total_l = tl.zeros((BM,), tl.float32)
+            total_acc = tl.zeros((BM, BD), tl.float32)
+            total_m, total_l, total_acc = _merge(total_m, total_l, total_acc, m, tl.max(l, 1), acc)
+            sink = tl.zeros((BM,), tl.float32)
+            if HAS_SINK:
+                sink = tl.load(sink_ptr + heads, mask=m_row, other=0.0).to(tl.float32)
+            o, lse = _finish(total_m, total_l, total_acc, sink, HAS_SINK)
+            row = (query_start + token).to(tl.int64)
+            o_at = (row * stride_ot + heads * D)[:, None] + dims[None, :]
+            tl.store(o_ptr + o_at, o.to(o_ptr.dtype.element_ty), mask=m_q)
+            tl.store(lse_ptr + heads * stride_lse + row, lse, mask=m_row)
+        else:
+            slot = (item.to(tl.int64) * HK + kv_head) * BM + lanes
+            tl.store(part_ptr + slot[:, None] * BD + dims[None, :], acc, mask=m_row[:, None])
+            tl.store(part_m_ptr + slot, m, mask=m_row)
+            tl.store(part_l_ptr + slot, tl.max(l, 1), mask=m_row)
         work += tl.num_programs(0)
+    if DEPENDENT:
+        gdc_launch_dependents()

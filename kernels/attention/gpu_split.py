@@ -1,7 +1,8 @@
 """Launches of decode: chunks of SPLIT keys, then an ordered merge. Every way has the same bits.
 
-Persistent programs take a chunk of one kv head at a time. On sm_90 and later the merge starts while
-they end (programmatic dependent launch) and waits inside for their results.
+Persistent programs take a chunk of one kv head at a time; a request with only one is finished
+there. On sm_90 and later the merge of the others is launched while the programs end (programmatic
+dependent launch) and waits inside for their results.
 """
 
 import functools
@@ -50,6 +51,7 @@ def split(
     part = torch.empty(items * rows, width, device=q.device)
     part_m, part_l = (torch.empty(items * rows, device=q.device) for _ in range(2))
     partials = (part, part_m, part_l)
+    outputs = (o, lse, lse if sinks is None else sinks)
     places = (query_start, kv_len, table, split_start, kv_len.numel(), kv_heads)
     strides = (kv_heads * size, size, table.stride(0))
     numbers: dict[str, Any] = {
@@ -74,27 +76,28 @@ def split(
         k,
         v,
         *partials,
+        *outputs,
         *places,
         q.stride(0),
         *strides,
+        o.stride(0),
+        lse.stride(0),
         scale,
         scale * LOG2E,
         SOFTCAP=softcap,
         STAGES=shape.stages,
+        HAS_SINK=sinks is not None,
         **numbers,
     )
-    programs(__package__, "gpu_merge_kernels").attention_merge_kernel[(kv_len.numel(), heads, few)](
+    programs(__package__, "gpu_merge_kernels").attention_merge_kernel[(kv_len.numel(), heads)](
         *partials,
-        o,
-        lse,
-        lse if sinks is None else sinks,
+        *outputs,
         query_start,
         split_start,
         kv_heads,
         o.stride(0),
         lse.stride(0),
         G=group,
-        QS=few,
         BM=rows,
         D=size,
         BD=width,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..errors import ContractError
 from ..gpu.device import NAMES, programs, require
+from ..gpu.operator import gpu_operator
 from .batch import PAGE, KVCache
 from .gpu_table import MAX_HEAD_DIM, SPLIT, shape_of
 
@@ -52,7 +53,7 @@ def new_cache(
     return KVCache(k, v, kv_heads, head_dim)
 
 
-@torch.library.custom_op("zeromismatch::write_kv", mutates_args=("k_cache", "v_cache"))
+@gpu_operator("zeromismatch::write_kv", writes=("k_cache", "v_cache"))
 def write_kv_op(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slot: Tensor) -> None:
     """Copy rows into slots; negative slots are skipped (padding rows of a captured graph)."""
     gpu_step_kernels = programs(__package__, "gpu_step_kernels")

@@ -22,6 +22,7 @@ import torch
 
 from ..errors import CapabilityError
 
+_C: Any = torch._C  # pyright: ignore[reportPrivateUsage]
 _TYPES = {torch.float32: 0, torch.float16: 2, torch.bfloat16: 14}
 _COMPUTE_32F = 68
 _DESC_TRANSA, _DESC_TRANSB, _DESC_EPILOGUE, _DESC_BIAS, _DESC_BIAS_TYPE = 3, 4, 7, 8, 26
@@ -42,6 +43,9 @@ _CONFIG = {
 
 class _Algo(ctypes.Structure):
     _fields_ = (("data", ctypes.c_uint64 * 8),)
+
+
+_ONE, _ZERO = ctypes.c_float(1.0), ctypes.c_float(0.0)
 
 
 class _Heuristic(ctypes.Structure):
@@ -81,6 +85,19 @@ def _lib() -> ctypes.CDLL:
             "no cuBLASLt beside this torch; the class's own kernels serve instead"
         )
     return found
+
+
+@functools.cache
+def _matmul() -> Any:
+    """cublasLtMatmul, told its argument types once: a product is called thousands of times."""
+    run = _lib().cublasLtMatmul
+    run.argtypes = [*[ctypes.c_void_p] * 14, ctypes.c_size_t, ctypes.c_void_p]
+    return run
+
+
+@functools.cache
+def _algo(raw: bytes) -> _Algo:
+    return _Algo.from_buffer_copy(raw)
 
 
 def _check(status: int, call: str) -> None:
@@ -206,30 +223,26 @@ class Problem:
         """Compute into ``c``; with ``accumulate``, add to what ``c`` holds."""
         if bias is not None:
             self._set(_DESC_BIAS, ctypes.c_void_p(bias.data_ptr()))
-        one, beta = ctypes.c_float(1.0), ctypes.c_float(1.0 if accumulate else 0.0)
-        algo = _Algo.from_buffer_copy(algorithm.raw)
-        out = ctypes.c_void_p(c.data_ptr())
-        _check(
-            _lib().cublasLtMatmul(
-                _handle(self.device),
-                self._desc,
-                ctypes.byref(one),
-                ctypes.c_void_p(b.data_ptr()),
-                self._b,
-                ctypes.c_void_p(a.data_ptr()),
-                self._a,
-                ctypes.byref(beta),
-                out,
-                self._c,
-                out,
-                self._c,
-                ctypes.byref(algo),
-                None,
-                ctypes.c_size_t(0),
-                ctypes.c_void_p(torch.cuda.current_stream(self.device).cuda_stream),
-            ),
-            "matmul",
+        out, stream = c.data_ptr(), _C._cuda_getCurrentRawStream(self.device)
+        status = _matmul()(
+            _handle(self.device),
+            self._desc,
+            ctypes.byref(_ONE),
+            b.data_ptr(),
+            self._b,
+            a.data_ptr(),
+            self._a,
+            ctypes.byref(_ONE if accumulate else _ZERO),
+            out,
+            self._c,
+            out,
+            self._c,
+            ctypes.byref(_algo(algorithm.raw)),
+            None,
+            0,
+            stream,
         )
+        _check(status, "matmul")
 
 
 def _name(algo: _Algo) -> str:

@@ -18,6 +18,8 @@ PROVED_ARCHITECTURES = ("sm90",)
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _ALIGNMENT = 16
+_SERVED: set[int | None] = set()
+"""Devices on which nothing was missing: asking takes longer than a launch."""
 
 
 @functools.cache
@@ -66,9 +68,13 @@ def require(
         raise ContractError(f"{op} has no GPU contract for {dtype}; convert to one of {names}")
     if torch.compiler.is_compiling():
         return  # the operator asks again when it runs
+    index = given[0].device.index
+    if index in _SERVED:
+        return
     why = missing()
     if why:
         raise CapabilityError(f"{op} cannot run on this GPU: {why}; use the CPU contracts instead")
+    _SERVED.add(index)
 
 
 def require_no_gradient(op: str, *tensors: Tensor | None) -> None:

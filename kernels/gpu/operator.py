@@ -22,11 +22,12 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class GpuOperator:
-    """See the module. ``library`` is the registered operator; inputs are never written."""
+    """See the module. ``library`` is the registered operator. ``writes``: names of arguments that
+    it writes; no others are."""
 
-    def __init__(self, name: str, body: Callable[..., Any]) -> None:
+    def __init__(self, name: str, body: Callable[..., Any], writes: tuple[str, ...]) -> None:
         self.body = body
-        self.library = torch.library.custom_op(name, body, mutates_args=())
+        self.library = torch.library.custom_op(name, body, mutates_args=writes)
         self.register_fake = self.library.register_fake
         self._recorded: type[torch.autograd.Function] | None = None
 
@@ -61,9 +62,11 @@ class GpuOperator:
         return self._recorded.apply(*arguments)
 
 
-def gpu_operator(name: str) -> Callable[[Callable[..., Any]], GpuOperator]:
+def gpu_operator(
+    name: str, *, writes: tuple[str, ...] = ()
+) -> Callable[[Callable[..., Any]], GpuOperator]:
     """Register ``namespace::name``; the decorated function becomes a :class:`GpuOperator`."""
-    return lambda body: GpuOperator(name, body)
+    return lambda body: GpuOperator(name, body, writes)
 
 
 def _watched() -> bool:

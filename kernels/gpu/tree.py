@@ -6,6 +6,7 @@ neighbouring pairs, then the W / VEC group sums as a tree of halves (i with i + 
 + n / 4, ...).
 
     row_sum(v[R, W], R, W, VEC) -> [R]
+    row_sum_of_halves(low[R, W / 2], high, R, W, VEC) -> [R]     the same sum of two halves
     fold_rows(v[N, W], N, W) -> [1, W]             halves of the rows
     tile_sum(v[R * N, W], R, N, W, VEC) -> [R]     blocks b and b + N / 2 first, down to 4;
         row_sum; then halves
@@ -31,14 +32,18 @@ def _halves(v, R: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
-def row_sum(v, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
-    """[R, W] -> [R]; W / VEC a power of two up to 32, VEC 2, 4 or 8. Zero padding is exact."""
-    N: tl.constexpr = W // VEC
+def _groups(v, R: tl.constexpr, N: tl.constexpr, VEC: tl.constexpr):
+    """[R, N VEC] -> [R, N]: VEC neighbours each."""
     if VEC >= 8:
         v = _neighbours(v, R, N, 8)
     if VEC >= 4:
         v = _neighbours(v, R, N, 4)
-    v = tl.reshape(_neighbours(v, R, N, 2), (R, N))
+    return tl.reshape(_neighbours(v, R, N, 2), (R, N))
+
+
+@triton.jit
+def _folded(v, R: tl.constexpr, N: tl.constexpr):
+    """[R, N] -> [R]: halves."""
     if N >= 32:
         v = _halves(v, R, 32)
     if N >= 16:
@@ -50,6 +55,19 @@ def row_sum(v, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
     if N >= 2:
         v = _halves(v, R, 2)
     return tl.reshape(v, (R,))
+
+
+@triton.jit
+def row_sum(v, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
+    """[R, W] -> [R]; W / VEC a power of two up to 32, VEC 2, 4 or 8. Zero padding is exact."""
+    return _folded(_groups(v, R, W // VEC, VEC), R, W // VEC)
+
+
+@triton.jit
+def row_sum_of_halves(low, high, R: tl.constexpr, W: tl.constexpr, VEC: tl.constexpr):
+    """The bits of row_sum of [R, W], given as its left and its right [R, W / 2]; W / VEC >= 2."""
+    N: tl.constexpr = W // VEC // 2
+    return _folded(_groups(low, R, N, VEC) + _groups(high, R, N, VEC), R, N)
 
 
 @triton.jit

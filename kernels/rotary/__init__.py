@@ -23,6 +23,7 @@ from ..cpu.register import covering
 from ..dispatch import choose
 from ..errors import ContractError
 from . import cpu, gpu
+from . import gpu_fused as gpu_fused  # registers its own
 
 __all__ = ["apply_rotary", "rotary_table"]
 

@@ -37,6 +37,7 @@ from zeromismatch.kernels.recurrence import gpu_gradient as gradient  # noqa: E4
 from zeromismatch.kernels.recurrence.pages import packed_rows  # noqa: E402
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm  # noqa: E402
 from zeromismatch.kernels.rotary import gpu as rotary  # noqa: E402
+from zeromismatch.kernels.rotary import gpu_fused  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -117,6 +118,8 @@ def row_operators():
     cos = torch.zeros(8, 128)
     rotary.rotate(x.view(8, 16, 128), cos, cos.clone())
     rotary.rotate(x.view(8, 16, 128), cos, cos.clone(), transposed=True)
+    heads, where = x.view(8, 16, 128), torch.zeros(8, dtype=torch.int64)
+    gpu_fused.forward(heads, w[:128], w[:128], 1e-6, where, cos, cos.clone(), 8)
     for gelu in (False, True):
         gated.forward(gelu, x, x.clone())
         gated.backward(gelu, x, x.clone(), x.clone())

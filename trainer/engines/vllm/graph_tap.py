@@ -49,6 +49,11 @@ def tapped(op: str, x: Tensor, weight: Tensor | None = None, *, layer: str | Non
         taps.record(op, x, weight, layer)
 
 
+def watching() -> bool:
+    """Whether somebody asked."""
+    return bool(_ACTIVE)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
     """What one step's operators gave. rows: (request, position); digests: int64 [rows, 2]."""

@@ -57,11 +57,22 @@ class AlignedRotary(RotaryEmbedding):
         self, positions: Tensor, query: Tensor, key: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
         assert key is not None
+        return self.turn(positions, query, key, None, None, 0.0)
+
+    def turn(
+        self,
+        positions: Tensor,
+        query: Tensor,
+        key: Tensor,
+        q_weight: Tensor | None,
+        k_weight: Tensor | None,
+        eps: float,
+    ) -> tuple[Tensor, Tensor]:
+        """The same, behind the norms of each head where there are weights."""
         positions = positions.flatten()
         q, k = (x.view(positions.shape[0], -1, self.head_size) for x in (query, key))
-        cos = self.aligned_cos.index_select(0, positions)
-        sin = self.aligned_sin.index_select(0, positions)
-        q, k = OPERATORS.rotary(q, k, cos, sin)
+        tables = (self.aligned_cos, self.aligned_sin)
+        q, k = OPERATORS.rotary(q, k, positions, *tables, q_weight, k_weight, eps)
         return q.view(query.shape), k.view(key.shape)
 
     def unfit(self) -> str | None:
@@ -116,6 +127,33 @@ class AlignedEmbeddingMethod(UnquantizedEmbeddingMethod):
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """As for linear layers."""
+
+
+def _joined(self: Any, positions: Tensor, hidden_states: Tensor) -> Tensor:
+    qkv, _ = self.qkv_proj(hidden_states)
+    q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
+    weights = (self.q_norm.weight, self.k_norm.weight)
+    eps = self.q_norm.variance_epsilon
+    q, k = self.rotary_emb.turn(positions, q, k, *weights, eps)
+    output, _ = self.o_proj(self.attn(q, k, v))
+    return output
+
+
+def join_heads(model: nn.Module) -> None:
+    """Norms of queries and keys and their rotation as one operator, where a layer has all three.
+
+    Their modules are then not called, so hooks on them see nothing: for compiled engines, where no
+    hook is called anyway.
+    """
+    joined: dict[type[nn.Module], type[nn.Module]] = {}
+    for module in model.modules():
+        kind = type(module)
+        if kind.__name__ not in ("Qwen3Attention", "Qwen3MoeAttention"):
+            continue
+        norms = (cast(Any, module).q_norm, cast(Any, module).k_norm)
+        if norms[0].variance_epsilon == norms[1].variance_epsilon:
+            made = type(f"Joined{kind.__name__}", (kind,), {"forward": _joined})
+            module.__class__ = joined.setdefault(kind, made)
 
 
 _SWAPS: tuple[tuple[type[nn.Module], type[nn.Module]], ...] = (

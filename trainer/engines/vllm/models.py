@@ -106,6 +106,8 @@ def install(model: nn.Module, vllm_config: Any, asked: Adopted) -> None:
     require_covered(found)
     for clone in clones.values():
         cast(layers.AlignedRotary, clone).fill_table(parameters)
+    if not vllm_config.model_config.enforce_eager:
+        layers.join_heads(model)
     logprobs.serve(model)
 
 

@@ -23,8 +23,8 @@ from ....kernels.linear import linear
 from ....kernels.logprob import lm_head
 from ....kernels.rmsnorm import rmsnorm, rmsnorm_residual
 from ....kernels.rmsnorm.gpu import rmsnorm_heads
-from ....kernels.rotary import apply_rotary
-from .graph_tap import tapped
+from ....kernels.rotary import apply_rotary, gpu_fused
+from .graph_tap import tapped, watching
 
 GRID = ((8, 1), (512, 8))  # up to so many rows: a multiple of
 COARSE = 128
@@ -111,8 +111,29 @@ def _experts(
     return y
 
 
-def _rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    turned = apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
+def _rotary(
+    q: Tensor,
+    k: Tensor,
+    positions: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_weight: Tensor | None,
+    k_weight: Tensor | None,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """``q, k [T, heads, D]``, normed where there are weights, then turned by rows of the tables."""
+    weights = (q_weight, k_weight)
+    joined = gpu_fused.serves(q, k, cos) and gpu_fused.proved(q.dtype)
+    normed = [
+        x if weight is None or (joined and not watching()) else _rms_norm(x, weight, eps)
+        for x, weight in zip((q, k), weights, strict=True)
+    ]  # fused norms have no output, so what watches gets the norm's own
+    if joined:
+        both = gpu_fused.side_by_side(q, k)
+        turned = gpu_fused.norm_rotary(both, *weights, eps, positions, cos, sin, q.shape[1])
+    else:
+        table = cos.index_select(0, positions), sin.index_select(0, positions)
+        turned = apply_rotary(normed[0], *table), apply_rotary(normed[1], *table)
     for part, x in zip(("rotary_q", "rotary_k"), turned, strict=True):
         tapped(part, x)
     return turned
@@ -142,8 +163,9 @@ _define(
 )
 _define("silu_mul(Tensor gate_up) -> Tensor", _silu_mul, _silu_mul_fake)
 _define(
-    "rotary(Tensor q, Tensor k, Tensor cos, Tensor sin) -> (Tensor, Tensor)",
+    "rotary(Tensor q, Tensor k, Tensor positions, Tensor cos, Tensor sin, Tensor? q_weight,"
+    " Tensor? k_weight, float eps) -> (Tensor, Tensor)",
     _rotary,
-    lambda q, k, cos, sin: _like(q, k),
+    lambda q, k, *_: _like(q, k),
 )
 OPERATORS = torch.ops.zeromismatch_rollout
