@@ -25,7 +25,7 @@ from ..gpu.device import NAMES, aligned, require
 from ..gpu.operator import gpu_operator
 from ..gpu.register import ARCHITECTURE, register_gpu
 from ..taps import tapped
-from .gpu_gemm import gemm, own_tile, reference, run_tile, sizes_of
+from .gpu_gemm import SHORT, VERSIONS, gemm, own_tile, reference, run_tile, sizes_of
 from .gpu_table import Tile
 
 DW_CHUNK = 8192
@@ -34,7 +34,7 @@ _DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 def contract_id(op: str, dtype: torch.dtype) -> str:
     """The contract of ``linear``, ``lm_head`` or ``linear_grad_*`` at a dtype."""
-    return f"{op}.L.{NAMES[dtype]}.{ARCHITECTURE}.v1"
+    return f"{op}.L.{NAMES[dtype]}.{ARCHITECTURE}.{VERSIONS.get(NAMES[dtype], 'v1')}"
 
 
 def forward(
@@ -272,7 +272,9 @@ def reference_bias(
     return total if out is None else out.copy_(total)
 
 
-_CHAIN = "one fp32 accumulator per output, {axis} ascending, never split"
+CHAINS = dict.fromkeys(
+    NAMES.values(), "one fp32 accumulator per output, {axis} ascending, never split"
+) | {"float32": f"FMA chains over {SHORT} {{axis}} ascending, each from +0, added ascending"}
 _GRADIENTS = ("input", "weight", "bias")
 _BLOCKS = f" within blocks of {DW_CHUNK} tokens; blocks added ascending in fp32"
 _HERE = "zeromismatch.kernels.linear.gpu:"
@@ -290,7 +292,8 @@ for _op, _run, _formula, _axis, _more, _reference in (
             storages=(_name,),
             op=_op,
             formula=_formula,
-            order=_CHAIN.format(axis=_axis) + _more,
+            order=CHAINS[_name].format(axis=_axis) + _more,
+            version=VERSIONS.get(_name, "v1"),
             rounding="fp32 accumulator, bias added in fp32, one rounding to nearest even",
             functions="fma" if _name == "float32" else "Hopper mma of 16-wide groups, fp32 sums",
             reference=_HERE + _reference,
@@ -303,7 +306,8 @@ for _dtype, _name in NAMES.items():
         storages=(_name,),
         op="gemm",
         formula="c[m, n] = round(sum_k a[m, k] b[n, k] + bias[n])",
-        order=_CHAIN.format(axis="reduced axis"),
+        order=CHAINS[_name].format(axis="reduced axis"),
+        version=VERSIONS.get(_name, "v1"),
         rounding="fp32 accumulator, bias added in fp32, one rounding to nearest even",
         functions="fma" if _name == "float32" else "Hopper mma of 16-wide groups, fp32 sums",
         reference="zeromismatch.kernels.linear.gpu_gemm:reference",

@@ -1,14 +1,16 @@
 """GEMM class L on the GPU: one product in three forms, by certified dispatch per shape.
 
-    gemm.L.<dtype>.sm90.v1   c = round(sum_k a b + bias)
+    gemm.L.<dtype>.sm90.v1 (fp32: v2)   c = round(sum_k a b + bias)
 
-One fp32 accumulator per output, reduced axis ascending, never split; bias in fp32; one rounding.
+Reduced axis ascending, never split between programs; bias in fp32; one rounding.
 
-bf16, fp16: the chain of Hopper's matrix instructions over 16-wide groups; fp32: one chain of IEEE
-FMAs, no TF32.
+bf16, fp16: one fp32 accumulator, the chain of Hopper's matrix instructions over 16-wide groups.
+fp32: chains of IEEE FMAs over SHORT values, each from +0, added ascending, no TF32: the rule, and
+but for zeros' signs the bits, of the CPU's forward products. One chain over all would be 2 to 6
+times further from fp64 at 512 to 8,192 values.
 
-cuBLASLt with a pinned algorithm serves a shape once it gave the reference's bits there on
-adversarial data; else our Triton kernels do. Unaligned tensors are copied.
+cuBLASLt with a pinned algorithm serves a shape in 16 bits once it gave the reference's bits there
+on adversarial data; else our Triton kernels do. Unaligned tensors are copied.
 
 Legend: M rows, N outputs, K reduced axis; forms nt (forward), nn (dX), tn (dW).
 """
@@ -35,6 +37,10 @@ from .gpu_table import FP32, FP32_SMALL, REFERENCE, Tile, tile_for
 if TYPE_CHECKING:
     from .gpu_shapes import Served
 
+SHORT = 128
+"""Values of the reduced axis in one chain of fp32 FMAs."""
+VERSIONS = {"float32": "v2"}
+"""Of contracts whose products are class L, by storage type; v1 where nothing is said."""
 _CANDIDATES, _PROOF_ELEMENTS = 4, 1 << 16
 _FORMS = ("nt", "nn", "tn")
 
@@ -131,6 +137,7 @@ def _launch_pointer(
         HAS_BIAS=bias is not None,
         SWAP=tile.swap,
         EVEN_K=k % tile.bk == 0,
+        SHORT=SHORT if a.dtype == torch.float32 else 0,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )
@@ -241,7 +248,7 @@ def _decide(key: tuple[Any, ...]) -> tuple[cublaslt.Problem, cublaslt.Algorithm]
     if torch.cuda.is_current_stream_capturing():
         return plan  # in the class by construction; the shape is decided at its next eager call
     refused: tuple[str, ...] = ()
-    if cublaslt.library() is not None:
+    if dtype != torch.float32 and cublaslt.library() is not None:
         problem = cublaslt.Problem(form, m, n, k, dtype, out_dtype, index, has_bias)
         algorithm, refused = _known(key) or _search(key, problem)
         plan = plan if algorithm is None else (problem, algorithm)
@@ -291,7 +298,8 @@ def _search(key: tuple[Any, ...], problem: cublaslt.Problem) -> Found:
 
 
 def _contract(dtype: torch.dtype) -> str:
-    return f"gemm.L.{NAMES[dtype]}.{PROVED_ARCHITECTURES[0]}.v1"
+    name = NAMES[dtype]
+    return f"gemm.L.{name}.{PROVED_ARCHITECTURES[0]}.{VERSIONS.get(name, 'v1')}"
 
 
 def _known(key: tuple[Any, ...]) -> Found | None:

@@ -1,6 +1,8 @@
-"""Triton kernels of GEMM class L: one fp32 accumulator per output, reduced axis ascending.
+"""Triton kernels of GEMM class L: fp32 accumulators per output, reduced axis ascending.
 
     c[m, n] = round(sum_k a[m, k] * b[n, k]  (+ bias[n] in fp32))
+
+fp32 operands: chains of FMAs over 128 values each, added ascending, as on a CPU. 16 bits:
 
 The accumulator of an output is a single chain of matrix instructions over 16-wide groups of the
 reduced axis, ascending; nothing here splits that axis. So tiles, warps, stages, grid order, loads
@@ -25,6 +27,18 @@ def _tile_origin(tile, num_m, num_n, GROUP_M: tl.constexpr):
     size_m = min(num_m - first_m, GROUP_M)
     inner = tile % per_group
     return first_m + inner % size_m, inner // size_m
+
+
+@triton.jit
+def chained(total, part, k, num_k, BK: tl.constexpr, SHORT: tl.constexpr):
+    """(sum of the chains that are finished, the running one) after step k, of BK values each.
+
+    A chain takes SHORT values from +0 and is then added to those before it; the first is the sum.
+    """
+    tl.static_assert(SHORT % BK == 0)
+    ends = (k % (SHORT // BK) == SHORT // BK - 1) | (k == num_k - 1)
+    added = tl.where(k < SHORT // BK, part, total + part)
+    return tl.where(ends, added, total), tl.where(ends, 0.0, part)
 
 
 @triton.jit
@@ -94,11 +108,13 @@ def gemm_pointer_kernel(
     HAS_BIAS: tl.constexpr,
     SWAP: tl.constexpr,
     EVEN_K: tl.constexpr,
+    SHORT: tl.constexpr,
 ):
     """Plain pointer kernel: the class's reference, every stride, and the streaming kernel at small
     M.
 
-    SWAP computes the transposed product, weights as the matrix instruction's rows.
+    SWAP computes the transposed product, weights as the matrix instruction's rows. SHORT: how many
+    values of the reduced axis one chain takes (see :func:`chained`); 0: all.
     """
     pid_m, pid_n = _tile_origin(tl.program_id(0), tl.cdiv(M, BM), tl.cdiv(N, BN), GROUP_M)
     rows = (pid_m * BM + tl.arange(0, BM)).to(tl.int64)
@@ -113,7 +129,9 @@ def gemm_pointer_kernel(
     else:
         b_ptrs = b_ptr + cols[None, :] * stride_bn + lanes[:, None].to(tl.int64) * stride_bk
         acc = tl.zeros((BM, BN), tl.float32)
-    for k in range(tl.cdiv(K, BK)):
+    part = acc
+    num_k = tl.cdiv(K, BK)
+    for k in range(num_k):
         m_k = lanes < K - k * BK
         if EVEN_K:
             b_a = tl.load(a_ptrs, mask=m_row[:, None], other=0.0)
@@ -124,15 +142,19 @@ def gemm_pointer_kernel(
                 b_b = tl.load(b_ptrs, mask=m_col[:, None], other=0.0)
             else:
                 b_b = tl.load(b_ptrs, mask=m_col[:, None] & m_k[None, :], other=0.0)
-            acc = tl.dot(b_b, tl.trans(b_a), acc, input_precision="ieee")
+            part = tl.dot(b_b, tl.trans(b_a), part, input_precision="ieee")
         else:
             if EVEN_K:
                 b_b = tl.load(b_ptrs, mask=m_col[None, :], other=0.0)
             else:
                 b_b = tl.load(b_ptrs, mask=m_k[:, None] & m_col[None, :], other=0.0)
-            acc = tl.dot(b_a, b_b, acc, input_precision="ieee")
+            part = tl.dot(b_a, b_b, part, input_precision="ieee")
+        if SHORT:
+            acc, part = chained(acc, part, k, num_k, BK, SHORT)
         a_ptrs += BK * stride_ak
         b_ptrs += BK * stride_bk
+    if not SHORT:
+        acc = part
     if SWAP:
         acc = tl.trans(acc)
     if HAS_BIAS:

@@ -15,6 +15,7 @@ the token's weights become NaN instead, and its logprob fails at the end.
 Legend: T tokens, E experts, K slots per token, H width, I inputs, N outputs.
 """
 
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,13 +23,15 @@ import torch
 from torch import Tensor
 
 from ..accumulation import chain_of
+from ..contract import Contract
 from ..dispatch import choose
 from ..gpu.device import require
 from ..gpu.operator import gpu_operator
 from ..gpu.register import register_gpu, serving
 from ..linear import gpu_gemm
+from ..linear.gpu import CHAINS, grad_weight, head, linear_grad_op
 from ..linear.gpu import check as check_linear
-from ..linear.gpu import grad_weight, head, linear_grad_op
+from ..linear.gpu_gemm import VERSIONS
 from . import gpu_launch as launch
 
 _HERE = "zeromismatch.kernels.moe.gpu:"
@@ -122,12 +125,25 @@ reference_weights_grad = partial(launch.topk_weights_grad, rows=1, warps=1)
 reference_combine = partial(combine, block=64)
 reference_combine_grad = partial(launch.combine_grad, warps=1)
 
-_CHAIN = "GEMM class L: one fp32 accumulator per output, {} ascending, never split"
 _ROUNDING = "fp32 inside, one rounding at the end"
 _MMA = "Hopper mma of 16-wide groups, fp32 sums; fma in fp32"
-ROUTER = register_gpu(
-    {"dispatched": head}, name="router.L", op="router", formula="logits = sum_k x W",
-    order=_CHAIN.format("inputs"), rounding="fp32 accumulator, not rounded", functions=_MMA,
+
+
+def _class_l(
+    run: Mapping[str, Callable[..., Any]], axis: str, more: str = "", **fields: Any
+) -> dict[torch.dtype, Contract]:
+    """Contracts of class L: fp32's chains are short, and have a version of their own."""
+    found: dict[torch.dtype, Contract] = {}
+    for name, chain in CHAINS.items():
+        order = f"GEMM class L: {chain.format(axis=axis)}{more}"
+        version = VERSIONS.get(name, "v1")
+        found |= register_gpu(run, storages=(name,), version=version, order=order, **fields)
+    return found
+
+
+ROUTER = _class_l(
+    {"dispatched": head}, "inputs", name="router.L", op="router", formula="logits = sum_k x W",
+    rounding="fp32 accumulator, not rounded", functions=_MMA,
     reference="zeromismatch.kernels.linear.gpu:reference_head",
 )  # fmt: skip
 TOPK = register_gpu(
@@ -147,16 +163,16 @@ WEIGHTS_GRADIENT = register_gpu(
     op="topk_weights_grad", formula="d_logits of topk_weights", order="slots in order",
     rounding="fp32 throughout", functions=_FUNCTIONS, reference=_HERE + "reference_weights_grad",
 )  # fmt: skip
-GROUPED = register_gpu(
-    {"triton": grouped_linear}, name="grouped_linear.L", op="grouped_linear",
-    formula="y[t, k] = round(W[expert of slot k] x[t])", order=_CHAIN.format("inputs"),
+GROUPED = _class_l(
+    {"triton": grouped_linear}, "inputs", name="grouped_linear.L", op="grouped_linear",
+    formula="y[t, k] = round(W[expert of slot k] x[t])",
     rounding=_ROUNDING, functions=_MMA, reference=_HERE + "reference_grouped",
 )  # fmt: skip
-GROUPED_GRADIENT = register_gpu(
-    {"triton": grouped_linear_grad}, name="grouped_linear_grad.L", op="grouped_linear_grad",
+GROUPED_GRADIENT = _class_l(
+    {"triton": grouped_linear_grad}, "outputs, then slots in order; for dW an expert's slots",
+    f", tokens in blocks of {launch.TOKEN_BLOCK} added ascending",
+    name="grouped_linear_grad.L", op="grouped_linear_grad",
     formula="dX = sum over slots of dY W; dW[e] = sum over its slots of dY^T X",
-    order=_CHAIN.format("outputs, then slots in order; for dW an expert's slots")
-    + f", tokens in blocks of {launch.TOKEN_BLOCK} added ascending",
     rounding=_ROUNDING, functions=_MMA, reference=_HERE + "reference_grouped_grad",
 )  # fmt: skip
 COMBINE = register_gpu(

@@ -1,7 +1,7 @@
 """Triton kernels of mixtures of experts: routing, grouped products of class L, combining.
 
 A grouped product walks a list of slots sorted by expert and padded to whole tiles: one program
-computes one tile of rows of one expert, with the single ascending chain of GEMM class L
+computes one tile of rows of one expert, with the ascending chains of GEMM class L
 (``linear/gpu_kernels.py``). Which slots share a tile is schedule.
 
 Scores are exp2 of fp32 logits, their sum is ``row_sum`` over the padded row (zeros are exact); the
@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 
 from ..gpu.tree import row_sum, tile_sum
+from ..linear.gpu_kernels import chained
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -184,7 +185,7 @@ def grouped_kernel(
     x_ptr, w_ptr, out_ptr, slots_ptr, expert_ptr, S, N, NI,
     stride_we, stride_wn, stride_wi, PER_ROW: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, GROUP: tl.constexpr,
-    SINGLE: tl.constexpr, EVEN_I: tl.constexpr,
+    SINGLE: tl.constexpr, EVEN_I: tl.constexpr, SHORT: tl.constexpr,
 ):  # fmt: skip
     """out[slot, n] = sum_i x[slot // PER_ROW, i] W[expert of the tile, n, i].
 
@@ -218,7 +219,9 @@ def grouped_kernel(
     )
     fits = cols < N
     acc = tl.zeros((BM, BN), tl.float32)
-    for i in range(tl.cdiv(NI, BK)):
+    part = acc
+    num_i = tl.cdiv(NI, BK)
+    for i in range(num_i):
         left = lanes < NI - i * BK
         if EVEN_I:
             a = tl.load(a_ptrs, mask=live[:, None], other=0.0)
@@ -226,9 +229,13 @@ def grouped_kernel(
         else:
             a = tl.load(a_ptrs, mask=live[:, None] & left[None, :], other=0.0)
             b = tl.load(b_ptrs, mask=left[:, None] & fits[None, :], other=0.0)
-        acc = tl.dot(a, b, acc, input_precision="ieee")
+        part = tl.dot(a, b, part, input_precision="ieee")
+        if SHORT:
+            acc, part = chained(acc, part, i, num_i, BK, SHORT)
         a_ptrs += BK
         b_ptrs += BK * stride_wi
+    if not SHORT:
+        acc = part
     c_ptrs = out_ptr + slots[:, None] * N + cols[None, :]
     tl.store(c_ptrs, acc.to(out_ptr.dtype.element_ty), mask=live[:, None] & fits[None, :])
 
@@ -237,6 +244,7 @@ def grouped_kernel(
 def grouped_weight_kernel(
     grad_ptr, x_ptr, out_ptr, order_ptr, start_ptr, count_ptr, N, NI, PER_ROW: tl.constexpr,
     ACCUMULATE: tl.constexpr, BN: tl.constexpr, BI: tl.constexpr, BS: tl.constexpr,
+    SHORT: tl.constexpr,
 ):  # fmt: skip
     """dW[e] (+)= sum over the slots order[start[e] : start[e] + count[e]] of dY^T X, ascending."""
     expert = tl.program_id(1)
@@ -248,8 +256,10 @@ def grouped_weight_kernel(
     if ACCUMULATE and first == last:
         return  # nothing to add: not even a zero, which would turn -0 into +0
     acc = tl.zeros((BN, BI), tl.float32)
-    for begin in range(first, last, BS):
-        at = begin + tl.arange(0, BS)
+    part = acc
+    steps = tl.cdiv(last - first, BS)
+    for step in range(steps):
+        at = first + step * BS + tl.arange(0, BS)
         live = at < last
         slot = tl.load(order_ptr + at, mask=live, other=0).to(tl.int64)
         g = tl.load(
@@ -260,7 +270,11 @@ def grouped_weight_kernel(
             x_ptr + (slot // PER_ROW)[:, None] * NI + i[None, :],
             mask=live[:, None] & (i < NI)[None, :], other=0.0,
         )  # fmt: skip
-        acc = tl.dot(g, x, acc, input_precision="ieee")
+        part = tl.dot(g, x, part, input_precision="ieee")
+        if SHORT:
+            acc, part = chained(acc, part, step, steps, BS, SHORT)
+    if not SHORT:
+        acc = part
     out = out_ptr + expert.to(tl.int64) * N * NI + n[:, None] * NI + i[None, :]
     mask = (n < N)[:, None] & (i < NI)[None, :]
     if ACCUMULATE:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..gpu.device import aligned, programs
+from ..linear.gpu_gemm import SHORT
 
 TOKEN_BLOCK = 8192
 SINGLE = 8
@@ -159,6 +160,11 @@ def _weights(
     return out
 
 
+def _short(x: Tensor) -> int:
+    """Values of the reduced axis in one chain; 0: all."""
+    return SHORT if x.dtype == torch.float32 else 0
+
+
 def grouped(
     x: Tensor, chosen: Tensor, weight: Tensor, *, transposed: bool = False,
     out_dtype: torch.dtype | None = None, tile: GroupedTile | None = None,
@@ -183,8 +189,8 @@ def grouped(
     _kernels().grouped_kernel[(tiles * -(-outputs // tile.bn),)](
         x, weight, out, order, expert, count, outputs, inputs, strides[0], *by_output,
         PER_ROW=1 if len(x) == count else chosen.shape[1], BM=tile.bm, BN=tile.bn, BK=tile.bk,
-        GROUP=tile.group, SINGLE=single, EVEN_I=inputs % tile.bk == 0, num_warps=tile.warps,
-        num_stages=tile.stages,
+        GROUP=tile.group, SINGLE=single, EVEN_I=inputs % tile.bk == 0, SHORT=_short(x),
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out
 
@@ -210,8 +216,8 @@ def grouped_weight(
         _kernels().grouped_weight_kernel[(-(-outputs // bn) * -(-inputs // bi), experts)](
             grad[first * top_k :], x[first * top_k // per_row :], out, slots.order, slots.start,
             slots.count, outputs, inputs, PER_ROW=per_row,
-            ACCUMULATE=accumulate or first > 0, BN=bn, BI=bi, BS=bs, num_warps=tile.warps,
-            num_stages=tile.stages,
+            ACCUMULATE=accumulate or first > 0, BN=bn, BI=bi, BS=bs, SHORT=_short(x),
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
 

@@ -50,6 +50,14 @@ def near(mine: torch.Tensor, true: torch.Tensor, rtol: float) -> None:
 
 
 def products() -> None:
+    a, b, tile = torch.randn(9, 300), torch.randn(33, 300), Tile(16, 32, 32, 4, 2, tma=False)
+    whole, *chains = (  # fp32: chains over 128 values, added in order
+        linear.run_tile(
+            tile, "nt", a[:, k].contiguous(), b[:, k].contiguous(), None, torch.empty(9, 33)
+        )
+        for k in (slice(300), slice(128), slice(128, 256), slice(256, 300))
+    )
+    assert bits.equal(whole, chains[0] + chains[1] + chains[2])
     a, b, bias = torch.randn(37, 70), torch.randn(45, 70), torch.randn(45)
     for swap in (False, True):
         tile = Tile(16, 32, 16, 4, 2, tma=False, swap=swap)
