@@ -24,6 +24,7 @@ from zeromismatch.kernels.logprob import gpu as logprob
 from zeromismatch.kernels.reference.digest import digest_rows
 from zeromismatch.kernels.rmsnorm import gpu as rmsnorm
 from zeromismatch.kernels.rotary import gpu as rotary
+from zeromismatch.kernels.rotary import gpu_fused as joined
 
 _set_attr = interpreter._LangPatchScope.set_attr
 
@@ -110,6 +111,20 @@ def heads_where_they_lie() -> None:
         assert bits.equal(y, rmsnorm.forward(x.reshape(-1, width), w, 1e-6))
 
 
+def norms_and_rotation_in_one() -> None:
+    """The bits of the two operators in sequence; a wrong order of the sum shows."""
+    for size, heads, kv_heads in ((64, 3, 2), (16, 2, 1), (128, 1, 1)):
+        fused, where = torch.randn(7, (heads + 2 * kv_heads) * size), torch.randint(0, 9, (7,))
+        x = fused[:, : (heads + kv_heads) * size].unflatten(1, (heads + kv_heads, size))
+        cos, sin, *weights = (torch.randn(*s) for s in ((9, size), (9, size), (size,), (size,)))
+        for pair in (weights, (None, None)):
+            found = joined.forward(x, *pair, 1e-6, where, cos, sin, heads)
+            for part, weight, y in zip((x[:, :heads], x[:, heads:]), pair, found, strict=True):
+                if weight is not None:
+                    part = rmsnorm.forward(part, weight, 1e-6).view(part.shape)
+                assert bits.equal(rotary.rotate(part, cos[where], sin[where]), y), (size, pair)
+
+
 def norm_chain() -> None:
     """dw by blocks of rows: continued at a block's edge, it has the whole's bits."""
     own = rmsnorm.DW_ROWS
@@ -128,6 +143,7 @@ def norm_chain() -> None:
 def row_operators() -> None:
     norm_chain()
     heads_where_they_lie()
+    norms_and_rotation_in_one()
     for width in (100, 300):
         norms(torch.randn(37, width), torch.randn(width), torch.randn(37, width))
     x, dy = torch.randn(11, 300), torch.randn(11, 300)
