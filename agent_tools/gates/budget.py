@@ -13,6 +13,7 @@ counts.
 from dataclasses import asdict, replace
 from typing import Any
 
+from ...kernels.attention import PAGE
 from ...model_recipes.models import LoadedModel
 from .bench import FULL, QUICK, Size
 
@@ -23,6 +24,8 @@ minutes, and 12."""
 ROWS = {QUICK: 72_000, FULL: 330_000}
 """Rows of the whole size, counted on ``tiny:llama``, whose requests are as long as others'. A pass
 counts as 20 rows more (it reads every weight), a row with a backward pass as five."""
+LONG = 2 * PAGE
+"""A chunk above makes requests several times as long as others'."""
 LEAST = {
     QUICK: Size(
         requests=3, reply=14, fuzzed=3, fuzz_requests=2, backward=4, gradient_requests=3, long=144,
@@ -57,12 +60,16 @@ def row_operations(model: LoadedModel) -> float:
     return 2.0 * total
 
 
-def fitted(most: Size, operations: float) -> tuple[Size, float]:
+def fitted(most: Size, operations: float, chunk: int = PAGE) -> tuple[Size, float]:
     """As much of ``most`` (QUICK or FULL) as its budget holds, and the share of it.
 
-    operations: of a row (:func:`row_operations`).
+    operations: of a row (:func:`row_operations`). chunk: rows between two states of a recurrent
+    layer; requests reach over three, so that a quick run makes fewer random schedules of long ones.
     """
     share = min(1.0, BUDGETS[most] / (ROWS[most] * operations))
     least = asdict(LEAST[most])
     counts = {name: max(least[name], round(share * n)) for name, n in asdict(most).items()}
+    if most == QUICK and chunk > LONG:
+        counts |= {name: least[name] for name in ("fuzzed", "fuzz_requests")}
+        counts["timed"] = max(least["timed"], counts["timed"] // 2)
     return replace(most, **counts), share

@@ -19,6 +19,7 @@ from typing import Literal, cast
 
 import torch
 
+from ...kernels.attention import PAGE
 from ...kernels.errors import (
     CapabilityError,
     MisalignedError,
@@ -29,6 +30,7 @@ from ...model_recipes.apply import find_sites
 from ...model_recipes.bindings import dtype_name
 from ...model_recipes.models import LoadedModel, load_model
 from ...model_recipes.plan import STOCK, Plan, load_own_kernels, plan_from
+from ...model_recipes.recurrent import recurrent_chunks
 from ...trainer.engines.base import Request as Prompt
 from ...trainer.engines.vllm.compat import require as require_vllm
 from ..align import only_prompt
@@ -122,7 +124,8 @@ def run_gates(
     chosen = _choose(gates_for_vllm(gates) if on_vllm else gates, only)
     share = 1.0
     if size is None:
-        size, share = fitted(QUICK if quick else FULL, row_operations(model))
+        chunk = max(recurrent_chunks(model.module), default=PAGE)
+        size, share = fitted(QUICK if quick else FULL, row_operations(model), chunk)
     untouched = copy_of(model)  # looking for sites applies a plan
     load_own_kernels(plan)
     resolved = plan if isinstance(plan, Plan) else plan_from(

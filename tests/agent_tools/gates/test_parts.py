@@ -127,6 +127,14 @@ def test_a_large_model_gets_less_of_everything_but_never_less_than_the_floors(mo
         before = now
 
 
+def test_quick_runs_of_models_with_long_chunks_make_fewer_random_schedules():
+    counts = {name: n for name, n in asdict(fitted(QUICK, 1e6, chunk=64)[0]).items()
+              if n != asdict(QUICK)[name]}  # fmt: skip
+    assert counts == {"fuzzed": 3, "fuzz_requests": 2, "timed": 4}
+    assert fitted(QUICK, 1e6, chunk=32)[0] == QUICK
+    assert fitted(FULL, 1e6, chunk=64)[0] == FULL
+
+
 def test_a_row_of_a_tiny_model_costs_two_operations_per_weight(model: LoadedModel):
     weights = sum(p.numel() for p in model.module.parameters() if p.dim() > 1)
     assert row_operations(model) == 2 * weights  # the table is the head as well
