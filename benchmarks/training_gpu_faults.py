@@ -84,10 +84,11 @@ class Run:
         return int((self.folder / f"{name}.pid").read_text())
 
     def last_words(self) -> str:
-        """The last line of what the part said."""
+        """The last error of ours that the part told, else its last line."""
         text = (self.folder.parent / f"part{self.parts}.err").read_text(errors="replace")
         lines = [line for line in text.splitlines() if line.strip()]
-        return lines[-1][:600] if lines else ""
+        ours = [line for line in lines if line.startswith("zeromismatch.kernels.errors.")]
+        return (ours or lines or [""])[-1][:600]
 
 
 def main() -> None:
