@@ -144,6 +144,7 @@ class Bench:
     untouched: LoadedModel | None = None
     _current: _Current = field(default_factory=_Current)
     _stock: dict[str, Counts] = field(default_factory=dict[str, Counts])
+    _explained: set[str] = field(default_factory=set[str])
 
     def on(self, plan: Plan | None = None) -> Engines:
         """The engines under a plan, by default the one that is being gated."""
@@ -274,21 +275,31 @@ class Bench:
         requests = self.requests
         return self.on(stock_plan()).pack(requests)
 
-    def culprits(self, left: str, right: str, requests: Sequence[Request]) -> Divergence:
-        """Which operators make two sides differ; the sides run under the plan."""
-        return self.culprits_and_heat(left, right, requests)[0]
-
     def culprits_and_heat(
         self, left: str, right: str, requests: Sequence[Request]
     ) -> tuple[Divergence, HeatMap | None]:
-        """The same, and where the sides differ layer by token, if they do."""
+        """Which operators make two sides differ under the plan, and where, layer by token.
+
+        Causes are searched for once: another red gate's search only where it has operator classes
+        that no search before had.
+        """
         self.release()
+        causes = not self.quick and not self._explained
+        found, heat = self._localized(left, right, requests, causes=causes)
+        classes = {culprit.op_class for culprit in found.culprits}
+        if not self.quick and not causes and classes - self._explained:
+            found, heat = self._localized(left, right, requests, causes=True)
+        self._explained |= classes
+        return found, heat
+
+    def _localized(
+        self, left: str, right: str, requests: Sequence[Request], *, causes: bool
+    ) -> tuple[Divergence, HeatMap | None]:
         sides = (Side.parse(left), Side.parse(right))
         with tempfile.TemporaryDirectory() as name:
-            options = Options(progress=self.progress, causes=not self.quick, out=Path(name))
+            options = Options(progress=self.progress, causes=causes, out=Path(name))
             found = localize(*sides, self.model, requests, plan=self.plan, options=options)
-            heat = stored_heat_map(Path(name)) if found.status == "DIVERGENT" else None
-        return found, heat
+            return found, stored_heat_map(Path(name)) if found.status == "DIVERGENT" else None
 
 
 def copy_of(model: LoadedModel) -> LoadedModel | None:

@@ -11,6 +11,7 @@ rotary table that is wrong in one row of a hundred, and a wrong expert there.
 C6 is in ``gradient.py``.
 """
 
+import functools
 import math
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from ...model_recipes.plan import Plan, stock_plan
 from ...trainer.engines.base import Observer, Request, Run, Schedule, SiteCall, Slice, Step
 from ..accuracy import Accuracy, measure_accuracy, reference_logprobs
 from ..align import shorten
-from ..rollouts import batching_facts, compare_tokens, logprob_values, steps_of
+from ..rollouts import TokenCount, batching_facts, compare_tokens, logprob_values, steps_of
 from ..routing import Replay, RoutingTrace, judged, routers, slack
 from .base import Findings, Gate
 from .bench import (
@@ -215,13 +216,23 @@ def _accuracy(bench: Bench, found: Findings) -> None:
     chosen = [(r.id, r.sampled_mask.index(True) - 1) for r in requests if True in r.sampled_mask]
     few = frozenset(chosen[: max(1, rows // 100)])
     _choices(found, ours, stock, few, rows)
-    rotary = any(s.op_class == "rotary_table" for s in bench.on().paged.instrument.sites)
-    wrong = WrongRows(few, rotary=rotary)
-    spoiled = _referred(bench, requests, None, bench.plan, wrong, like=stock)
-    control = _measured(spoiled, stock)
-    what = "a wrong rotary table" if rotary else "decays of another time"
-    found.control(what, f"{len(few)} of {rows} rows", control.compared,
-                  _beyond(control))  # fmt: skip
+    classes = {site.op_class for site in bench.on().paged.instrument.sites}
+
+    def spoiled(*, rotary: bool) -> TokenCount:
+        wrong = WrongRows(few, rotary=rotary)
+        control = _measured(_referred(bench, requests, None, bench.plan, wrong, like=stock), stock)
+        return TokenCount(compared=control.compared, differing=_beyond(control))
+
+    tries = [
+        (what, functools.partial(spoiled, rotary=rotary))
+        for what, rotary, needed in (
+            ("a wrong rotary table", True, {"rotary_table"}),
+            ("decays of another time", False, {"decay", "time_step"}),
+        )
+        if classes & needed
+    ]
+    what, count = first_red(tries)
+    found.control(what, f"{len(few)} of {rows} rows", count.compared, count.differing)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -202,7 +202,7 @@ def check_trainer(bench: VllmBench, found: Findings) -> None:
     """C5: as ever on vLLM's tokens, and vLLM itself site by site where steps can be traced."""
     if bench.vllm().settings.eager:
         few = shorten(bench.requests, 2)
-        verdict = bench.culprits("vllm:mixed", "packed:packed", few)
+        verdict, heat = bench.culprits_and_heat("vllm:mixed", "packed:packed", few)
         coverage = verdict.coverage
         if coverage is not None:
             detail = f"{coverage.shared} sites, coverage {coverage.share:.0%}"
@@ -211,6 +211,9 @@ def check_trainer(bench: VllmBench, found: Findings) -> None:
         found.require("vLLM and the trainer may be compared",
                       f"{verdict.status}: {verdict.reason}",
                       verdict.status in ("EQUAL", "DIVERGENT"))  # fmt: skip
+        if verdict.status != "EQUAL":
+            found.divergence, found.heat = verdict, heat
+            found.culprits += inference.culprit_lines(found)
     else:
         found.not_applicable.append("vLLM site by site: captured graphs call no hook")
     training.check(bench, found)
