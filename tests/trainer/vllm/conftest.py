@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[3]
-PYTHON = ROOT / ".venv-vllm" / "bin" / "python"
+ENVIRONMENT = ROOT / ".venv-vllm"
+PYTHON = ENVIRONMENT / "bin" / "python"
 SECONDS = 900
 
 Ask = Callable[..., dict[str, Any]]
@@ -24,6 +25,8 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="session")
 def ask() -> Ask:
     """Run ``checks.py NAME ARGUMENTS`` with vLLM's Python; its answer."""
+    if (ENVIRONMENT / "unavailable").exists():
+        pytest.skip((ENVIRONMENT / "unavailable").read_text())
     if not PYTHON.exists():
         pytest.skip("vLLM's own environment is not there; `make vllm-cpu` makes it")
 

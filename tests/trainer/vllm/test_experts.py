@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1000)]
+pytestmark = [pytest.mark.long, pytest.mark.timeout(1000)]
 
 
 @pytest.fixture(scope="module")
