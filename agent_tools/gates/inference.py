@@ -287,7 +287,7 @@ def _as_sampled(bench: Bench, found: Findings) -> None:
 def _phases(engines: Engines, requests: Sequence[Request]) -> Iterator[tuple[str, Schedule]]:
     yield "decode", engines.paged.schedule("decode", requests)
     size = grain(engines)
-    for rows in CHUNKS if size == PAGE else (7, size - 1, size, size + 1):
+    for rows in CHUNKS if size == PAGE else (size // 4 - 1, size - 1, size, size + 1):
         yield f"chunks of {rows}", engines.paged.schedule(f"chunk:{rows}", requests)
     for name in ("prefix-hit", "preempt"):
         yield name, engines.paged.schedule(name, requests)
