@@ -2,19 +2,18 @@
 
 ``recurrence_pages_kernel``, a program per chunk and part of its columns, puts rows of chunks that
 stay open on pages, and for every chunk G, the running sum of log decays from its start.
-``recurrence_solve_kernel``, a program per chunk and head (delta rules): T = (1 + beta B)^-1 beta by
-substitution, b_ij = e_ij (k_i . k_j) for j < i, e_ij = exp2((G_i - G_j) log2 e): blocks of 16 rows,
-earlier blocks by matrix units, the block's own rows in order in fp32.
+:mod:`.gpu_solve_kernels` has T of delta rules.
 ``recurrence_scan_kernel``, a program per request, head and BV columns, takes chunks that become
 full in order, S [K, BV] in registers: R = v - w (k S), U = T R, S' = w_last S + k' (e U).
 ``recurrence_out_kernel``, a program per M rows, head and BV columns, all at once: R and U again,
-o = w (q S) + A U, a_ij = e_ij (q_i . k_j). Without a delta rule U is v.
+o = w (q S) + A U, a_ij = e_ij (q_i . k_j), e_ij = exp2((G_i - G_j) log2 e). Without a delta rule U
+is v.
 
 A row's T needs the rows before it alone: decode computes one row of T, R, U and o with prefill's
 instructions. Operands of products are bf16 (S, T, R, U, a, e U rounded), sums fp32, K ascending.
-Pages keep k, G and R (v without a delta rule) of the rows of an open chunk, and T where its end
-state will be; T of a chunk that becomes full lies in scratch. For few new rows
-:mod:`.gpu_replay_kernels` does the same row by row.
+Pages keep k, G and R (v without a delta rule) of the rows of an open chunk and, where its end state
+will be, T and what :mod:`.gpu_replay_kernels` keeps, which does the same row by row for few new
+rows; T of a chunk that becomes full lies in scratch.
 
 Legend: as in :mod:`.gpu_kernels`; C a multiple of 16, M rows of a tile, one of a chunk's parts.
 """
@@ -93,90 +92,6 @@ def recurrence_pages_kernel(
                     total += ahead[s]
                     mask = fits & (row + s < last)
                     tl.store(g_pages + (base + row + s - low) * GW + cols, total, mask=mask)
-
-
-@triton.jit
-def _reopen(kept, solved, j, old, C: tl.constexpr):
-    """T of the rows before this call, for a chunk that becomes full."""
-    at = j[:, None] * C + j[None, :]
-    mask = (j < old)[:, None] & (j < C)[None, :]
-    tl.store(solved + at, tl.load(kept + at, mask=mask, other=0.0), mask=mask)
-    tl.debug_barrier()
-
-
-@triton.jit
-def _substitute(solved, far, near, beta, at, old, last, C: tl.constexpr, CP: tl.constexpr):
-    """Rows ``at`` to ``at`` + 15 of T from those before; far [16, CP], near [16, 16] = beta B."""
-    j, r = tl.arange(0, CP), tl.arange(0, 16)
-    i, before, own = at + r, j < at, (j < C)[None, :]
-    dtype = far.dtype
-    earlier = tl.load(
-        solved + j[:, None] * C + j[None, :], mask=before[:, None] & own, other=0.0
-    )  # fmt: skip
-    x = tl.where(j[None, :] == i[:, None], 1.0, 0.0) - tl.dot(far, earlier)
-    line = i[:, None] * C + j[None, :]
-    was = tl.load(solved + line, mask=(i < old)[:, None] & own, other=0.0).to(tl.float32)
-    x = tl.where((i < old)[:, None], was, beta[:, None] * x)
-    for s in tl.static_range(15):
-        mine = tl.sum(tl.where((r == s)[:, None], x, 0.0), 0)  # one row, the rest zeros
-        mine = mine.to(dtype).to(tl.float32)
-        factor = tl.sum(tl.where((r == s)[None, :], near, 0.0), 1)  # 0 but below s
-        x = x - factor[:, None] * mine[None, :]
-    new = (i >= old) & (i < last)
-    tl.store(solved + line, x.to(dtype), mask=new[:, None] & own)
-    tl.debug_barrier()  # other threads read these rows from here on
-
-
-@triton.jit(do_not_specialize=["widest", "B"])
-def recurrence_solve_kernel(
-    k_ptr, beta_ptr, k_pages, g_pages, open_ptr, full_ptr, owner_ptr, ends_ptr, start_ptr,
-    length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
-    CP: tl.constexpr, KP: tl.constexpr,
-):  # fmt: skip
-    """New rows of T, C columns each, bf16: into ``full`` [n, HV, C, C] or ``open``, end pages."""
-    n = tl.program_id(1)
-    h = tl.program_id(0)
-    live, request, low, begin, stop, shift = _tile(
-        n, owner_ptr, ends_ptr, start_ptr, length_ptr, B, C
-    )
-    if live:
-        dtype = open_ptr.dtype.element_ty
-        page = tl.load(table_ptr + request * widest + low // C).to(tl.int64)
-        wide = HK * K
-        keys = _either(
-            begin <= low, k_ptr + (low + shift) * wide, k_pages + page * C * wide, K % 8 == 0
-        )
-        keys += h // (HV // HK) * K
-        j, d, r = tl.arange(0, CP), tl.arange(0, KP), tl.arange(0, 16)
-        there = (j < C) & (low + j < stop)
-        keys_t = tl.load(
-            keys + j[None, :] * wide + d[:, None], mask=there[None, :] & (d < K)[:, None], other=0.0
-        )
-        decays = g_pages + page * C * HV + h
-        g_j = tl.load(decays + j * HV, mask=there, other=0.0)
-        kept = open_ptr + (page * HV + h) * (2 * K * V)
-        solved = full_ptr + (n.to(tl.int64) * HV + h) * (C * C)
-        solved = _either(stop < low + C, kept, solved, K * V % 4 == 0)
-        old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
-        if (old > 0) & (stop >= low + C):
-            _reopen(kept, solved, j, old, C)
-        for at in range(old // 16 * 16, last, 16):
-            i = at + r
-            new = (i >= old) & (i < last)
-            k = tl.load(
-                keys + i[:, None] * wide + d[None, :], mask=(i < last)[:, None] & (d < K)[None, :],
-                other=0.0,
-            )  # fmt: skip
-            g_i = tl.load(decays + i * HV, mask=i < last, other=0.0)
-            beta = tl.load(beta_ptr + (low + shift + i) * HV + h, mask=new, other=0.0)
-            before = j < at
-            e = tl.exp2(tl.where(before[None, :], g_i[:, None] - g_j[None, :], 0.0) * LOG2E)
-            far = tl.where(before[None, :], tl.dot(k, keys_t) * e, 0.0).to(dtype)
-            g_r = tl.load(decays + i * HV, mask=i < last, other=0.0)
-            under = (r[:, None] > r[None, :]) & new[:, None]
-            e = tl.exp2(tl.where(under, g_i[:, None] - g_r[None, :], 0.0) * LOG2E)
-            near = tl.where(under, tl.dot(k, tl.trans(k)) * e, 0.0) * beta[:, None]
-            _substitute(solved, far, near, beta, at, old, last, C, CP)
 
 
 @triton.jit(do_not_specialize=["widest"])

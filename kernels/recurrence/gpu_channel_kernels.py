@@ -3,14 +3,15 @@
 b_ij = sum over d of k_id k_jd exp2((G_id - G_jd) log2 e), and a_ij of q_id k_jd. Rows j of earlier
 blocks of 16 by matrix units, both sides decayed to G at the end of the block before i's, in bf16;
 rows of i's own block in fp32, one row i at a time: exponents are never positive. Sums over d by
-``row_sum``. The rest is :func:`.gpu_block_kernels._substitute`.
+``row_sum``. The rest is :func:`.gpu_solve_kernels._substitute`.
 """
 
 import triton
 import triton.language as tl
 
 from ..gpu.tree import row_sum
-from .gpu_block_kernels import LOG2E, _either, _reopen, _substitute, _tile
+from .gpu_block_kernels import LOG2E, _either, _tile
+from .gpu_solve_kernels import _reopen, _substitute
 
 
 @triton.jit
@@ -23,9 +24,10 @@ def _row(q_rows, keys, decays, row, wide, deep, d, mask):
 
 @triton.jit(do_not_specialize=["widest", "B"])
 def recurrence_solve_channels_kernel(
-    q_ptr, k_ptr, beta_ptr, a_ptr, q_since, k_since, k_until, k_pages, g_pages, open_ptr, full_ptr,
-    owner_ptr, ends_ptr, start_ptr, length_ptr, table_ptr, widest, B, HK, HV, K: tl.constexpr,
-    V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr, VEC: tl.constexpr,
+    q_ptr, k_ptr, beta_ptr, near_ptr, a_ptr, q_since, k_since, k_until, k_pages, g_pages, open_ptr,
+    full_ptr, owner_ptr, ends_ptr, start_ptr, length_ptr, table_ptr, widest, B, HK, HV,
+    K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr,
+    VEC: tl.constexpr,
 ):  # fmt: skip
     """New rows of T as ``recurrence_solve_kernel`` leaves them, of a bf16 [T, HV, C], and, bf16
     [n, HV, C, K], of q and k decayed since the chunk's start and of k until its end."""
@@ -47,6 +49,7 @@ def recurrence_solve_channels_kernel(
         kept = open_ptr + (page * HV + h) * (2 * K * V)
         solved = full_ptr + (n.to(tl.int64) * HV + h) * (C * C)
         solved = _either(stop < low + C, kept, solved, K * V % 4 == 0)
+        factors = near_ptr + (n.to(tl.int64) * HV + h) * 256
         old, last = tl.maximum(begin - low, 0).to(tl.int32), tl.minimum(stop - low, C).to(tl.int32)
         if (old > 0) & (stop >= low + C):
             _reopen(kept, solved, j, old, C)
@@ -81,11 +84,14 @@ def recurrence_solve_channels_kernel(
             k_j = tl.load(keys + j[:, None] * wide + d[None, :], mask=before, other=0.0)
             g_j = tl.load(decays + j[:, None] * deep + d[None, :], mask=before, other=0.0)
             since = tl.where(before, ended[None, :] - g_j, 0.0)
-            k_j = tl.trans((k_j.to(tl.float32) * tl.exp2(since * LOG2E)).to(dtype))
+            k_j = (k_j.to(tl.float32) * tl.exp2(since * LOG2E)).to(dtype)
+            if C * C + C * K <= 2 * K * V:  # for rows of this block to come, behind T
+                to = kept + C * C + j[:, None] * K + d[None, :]
+                tl.store(to, k_j, mask=before & (last < at + 16) & (stop < low + C))
             until = tl.exp2(tl.where(there, g - ended[None, :], 0.0) * LOG2E)
-            far = tl.dot((k * until).to(dtype), k_j).to(dtype)
+            far = tl.dot((k * until).to(dtype), tl.trans(k_j)).to(dtype)
             line = a_ptr + ((low + shift + i)[:, None] * HV + h) * C
-            a = tl.dot((q * until).to(dtype), k_j).to(dtype)
+            a = tl.dot((q * until).to(dtype), tl.trans(k_j)).to(dtype)
             tl.store(line + j[None, :], a, mask=new[:, None] & (j < at)[None, :])
             near, close = tl.zeros((16, 16), tl.float32), tl.zeros((16, 16), tl.float32)
             start, end = tl.maximum(at, old), tl.minimum(at + 16, last)
@@ -106,4 +112,4 @@ def recurrence_solve_channels_kernel(
                 line + i[None, :], close.to(dtype), mask=new[:, None] & (r[None, :] <= r[:, None])
             )
             near = tl.where(r[None, :] < r[:, None], near, 0.0) * beta[:, None]
-            _substitute(solved, far, near, beta, at, old, last, C, CP)
+            _substitute(solved, factors, far, near, beta, at, old, last, C, CP)
