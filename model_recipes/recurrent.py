@@ -57,6 +57,15 @@ class RecurrentLayer:
     rows: torch.dtype = torch.float32
 
     @property
+    def page_width(self) -> int:
+        """Value columns of a page of its recurrence."""
+        if self.rows != torch.bfloat16:
+            return self.value_dim
+        from ..kernels.recurrence.gpu_blocks import width_of
+
+        return width_of(self.chunk, self.key_dim, self.value_dim, self.kind != "ssd")
+
+    @property
     def per_channel(self) -> bool:
         """Whether each key channel decays by itself."""
         return self.kind == "kda"

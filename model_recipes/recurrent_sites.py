@@ -131,13 +131,13 @@ def _with_rows(layer: RecurrentLayer, site: Site, choice: str) -> RecurrentLayer
     """The layer as its recurrence's contract keeps rows; RecipeError where it cannot."""
     if not choice.startswith(BLOCKS):
         return layer
-    from ..kernels.recurrence.gpu_blocks import unfit
+    from ..kernels.recurrence.gpu_blocks import BLOCK
 
-    why = unfit(layer.chunk, layer.key_dim, layer.value_dim, layer.kind != "ssd")
-    if why:
+    if layer.chunk % BLOCK:
         raise RecipeError(
-            f"{choice} cannot serve {site.name}: {why}; in the plan, name recurrence.{layer.kind}."
-            f"float32.sm90.v1 for {site.op_class}"
+            f"{choice} cannot serve {site.name}: its chunks of {layer.chunk} rows are no multiple "
+            f"of {BLOCK}; in the plan, name recurrence.{layer.kind}.float32.sm90.v1 for "
+            f"{site.op_class}"
         )
     return replace(layer, rows=torch.bfloat16)
 

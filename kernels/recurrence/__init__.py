@@ -88,7 +88,8 @@ def new_recurrence_cache(
 ) -> RecurrenceCache:
     """An uninitialised cache; per_channel: log decays per key channel (KDA).
 
-    dtype: of k and u; bfloat16 takes the contract of :mod:`.gpu_blocks`.
+    dtype: of k and u; bfloat16 takes the contract of :mod:`.gpu_blocks`, whose pages may be wider
+    than rows (:func:`.gpu_blocks.width_of`).
     """
     _check_chunk(chunk)
     _check_rows(dtype, chunk, torch.device(device))
@@ -272,7 +273,10 @@ def _narrow(rows: Rows) -> Rows:
 
 
 def _fits(rows: Rows, cache: RecurrenceCache) -> None:
-    _, k, v, g, _ = rows
+    _, k, v, g, beta = rows
+    if cache.k.dtype == torch.bfloat16:
+        width = gpu_blocks.width_of(cache.chunk, k.shape[2], v.shape[2], beta is not None)
+        v = v[..., :1].expand(*v.shape[:2], width)
     parts = ((cache.k, k), (cache.u, v), (cache.decay, g))
     if any(store.shape[2:] != new.shape[1:] for store, new in parts):
         raise ContractError(

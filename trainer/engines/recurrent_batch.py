@@ -55,8 +55,8 @@ def state_specs(instrument: Instrument, *, granule: int) -> tuple[StateSpec, ...
 def chunk_bytes(layer: RecurrentLayer, dtype: torch.dtype) -> int:
     """Bytes of one page of a layer: a chunk's rows, and the state at its end."""
     decays = layer.value_heads * (layer.key_dim if layer.per_channel else 1)
-    row = layer.key_heads * layer.key_dim + layer.value_heads * layer.value_dim
-    state = layer.value_heads * layer.key_dim * layer.value_dim
+    row = layer.key_heads * layer.key_dim + layer.value_heads * layer.page_width
+    state = layer.value_heads * layer.key_dim * layer.page_width
     each = row * layer.rows.itemsize + 4 * decays + layer.channels * dtype.itemsize
     return layer.chunk * each + 4 * state
 
@@ -72,7 +72,7 @@ class LayerPages:
     ) -> None:
         self.recurrence = new_recurrence_cache(
             num_pages, layer.chunk, layer.key_heads, layer.value_heads, layer.key_dim,
-            layer.value_dim, per_channel=layer.per_channel, device=device, dtype=layer.rows,
+            layer.page_width, per_channel=layer.per_channel, device=device, dtype=layer.rows,
         )  # fmt: skip
         self.convolution = new_convolution_cache(
             num_pages, layer.chunk, layer.channels, dtype=dtype, device=device

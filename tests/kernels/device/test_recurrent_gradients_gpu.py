@@ -71,8 +71,8 @@ def test_a_recurrences_gradients_against_fp64_in_any_company(kind, dtype):
     up = drawn(*rows[2].shape, seed=1)
     leaves = [None if x is None else x.double().requires_grad_() for x in rows]
     kept = [x for x in leaves if x is not None]
-    wanted = torch.autograd.grad(plain(kind, leaves, start), kept, up.double())
     got = gradients(kind, rows, start, up, dtype)
+    wanted = torch.autograd.grad(plain(kind, leaves, start), kept, up.double())
     rtol = 5e-6 if dtype == torch.float32 else 1e-2  # the states in blocks are of bf16 products
     for name, a, b in zip("qkvgB", got, wanted, strict=False):
         assert float((a - b).abs().max() / b.abs().max()) < rtol, name

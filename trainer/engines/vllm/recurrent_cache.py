@@ -191,9 +191,9 @@ class RecurrentPages(_Layer):
         decays = (layer.value_heads, layer.key_dim) if layer.per_channel else (layer.value_heads,)
         shapes = (
             ((layer.chunk, layer.key_heads, layer.key_dim), layer.rows),
-            ((layer.chunk, layer.value_heads, layer.value_dim), layer.rows),
+            ((layer.chunk, layer.value_heads, layer.page_width), layer.rows),
             ((layer.chunk, *decays), torch.float32),
-            ((layer.value_heads, layer.key_dim, layer.value_dim), torch.float32),
+            ((layer.value_heads, layer.key_dim, layer.page_width), torch.float32),
             ((layer.chunk, layer.channels), self.dtype),
         )
         at, parts = 0, list[Tensor]()
