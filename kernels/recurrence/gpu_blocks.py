@@ -38,28 +38,30 @@ class Shape:
     """How a step is cut into programs; the bits are the same for all.
 
     rows: of a tile of outputs, divides the chunk. scan: columns, warps, stages of its programs.
-    out: columns, warps, registers of a thread at most (0: no bound). solve: warps.
+    out: columns, warps, registers of a thread at most (0: no bound). solve: warps, registers.
     """
 
     rows: int
     scan: tuple[int, int, int]
     out: tuple[int, int, int]
-    solve: int
+    solve: tuple[int, int]
 
 
 def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, delta: bool, chunk: int) -> Shape:
     """What was fast on an H200, by numbers that shapes alone give."""
     channels = g.dim() == 3
     if tokens <= 4 * requests:
-        out = (64, 4, 0 if channels else 128)
-        return Shape(rows=BLOCK, scan=(32, 4, 2), out=out, solve=2)
+        out = (64, 4, 168 if delta else 128)
+        return Shape(rows=BLOCK, scan=(32, 4, 2), out=out, solve=(2, 0))
     parallel, scan = requests * v.shape[1] * v.shape[2], (16, 4, 2)
     if parallel >= 64 * _PROGRAMS:
         scan = (64, 4, 2)
     elif parallel >= 32 * _PROGRAMS:
         scan = (32, 4, 3)
     rows = next(size for size in (128, 64, 32, BLOCK) if chunk % size == 0)
-    return Shape(rows=rows, scan=scan, out=(64, 4, 168 if delta else 0), solve=4 if channels else 1)
+    return Shape(
+        rows=rows, scan=scan, out=(64, 4, 168 if delta else 0), solve=(4 if channels else 1, 0)
+    )
 
 
 Tiles = tuple[Tensor, Tensor]
@@ -102,6 +104,11 @@ def widened(x: Tensor, width: int) -> Tensor:
     return torch.nn.functional.pad(x, (0, missing)) if missing else x
 
 
+def _bounds(q: Tensor, warps: int, registers: int) -> dict[str, Any]:
+    bound = registers and q.is_cuda and torch.version.hip is None
+    return {"num_warps": warps, "num_stages": 1, **({"maxnreg": registers} if bound else {})}
+
+
 def launch(
     q: Tensor,
     k: Tensor,
@@ -140,70 +147,76 @@ def launch(
     few = shape.rows == BLOCK < chunk
     a = torch.empty(tokens if channels or few else 0, heads, chunk, dtype=v.dtype, device=q.device)
     full = torch.empty(chunks if delta else 0, heads, chunk, chunk, dtype=v.dtype, device=q.device)
+    places = (tokens if few else BLOCK * chunks) if delta else 0
+    near = torch.empty(places, heads, BLOCK, dtype=torch.float32, device=q.device)
     still_open = end_pages.view(v.dtype)
     index = (query_start, length, table)
     whose = (owner, ends, *index, table.shape[1], requests)
+    where = (*whose, key_heads, heads)
     options: dict[str, Any] = {"enable_fp_fusion": False}
     sizes: dict[str, Any] = {"K": key, "V": value, "C": chunk, "CP": padded(chunk)}
     sizes |= {"KP": padded(key)}
-    widest = max(key_heads * key, heads * value, g_pages[0, 0].numel())
-    kernels.recurrence_pages_kernel[(chunks, -(-widest // 256))](
-        k, v, g, k_pages, u_pages, g_pages, *whose, g_pages[0, 0].numel(), key_heads * key,
-        heads * value, C=chunk, DELTA=delta, ALL=few, COLS=256, num_warps=4, **options,
-    )  # fmt: skip
-    solve: dict[str, Any] = {"num_warps": shape.solve, "num_stages": 1, **options}
-    where = (*whose, key_heads, heads)
-    vec = 4 if sizes["KP"] <= 128 else 8
+    more: dict[str, Any] = {"CHANNELS": channels, "VEC": 4 if sizes["KP"] <= 128 else 8}
+    columns, *most = shape.out
+    out = options | {"BV": columns, **_bounds(q, *most)}
+    solve = options | _bounds(q, *shape.solve)
     decayed = torch.empty(
         tokens if channels and few else 0, heads, 2, key, dtype=v.dtype, device=q.device
     )
-    ready = chunks if channels and not few else 0  # q, k since the chunk's start, k until its end
+    roomy = few and chunk * chunk + chunk * key <= 2 * key * value
+    ready = chunks if channels and not roomy else 0  # q, k since the chunk's start, k until its end
     moved = torch.empty(3, ready, heads, chunk, key, dtype=v.dtype, device=q.device)
-    replay_kernels = programs(__package__, "gpu_replay_kernels")
-    if few and beta is None:
-        replay_kernels.recurrence_scores_kernel[(key_heads, chunks)](
+    steps = programs(__package__, "gpu_replay_kernels")
+    if few and delta:
+        steps.recurrence_step_kernel[(heads, chunks)](
+            q, k, v, g, beta, a, decayed, moved, near, k_pages, u_pages, g_pages, end_pages,
+            still_open, full, owner, ends, *index, o, *where[5:], **sizes, **more, **out,
+        )  # fmt: skip
+    else:
+        widest = max(key_heads * key, heads * value, g_pages[0, 0].numel())
+        kernels.recurrence_pages_kernel[(chunks, -(-widest // 256))](
+            k, v, g, k_pages, u_pages, g_pages, *whose, g_pages[0, 0].numel(), key_heads * key,
+            heads * value, C=chunk, DELTA=delta, ALL=few, COLS=256, num_warps=4, **options,
+        )  # fmt: skip
+    if few and not delta:
+        steps.recurrence_scores_kernel[(key_heads, chunks)](
             q, k, a, k_pages, g_pages, *where, K=key, C=chunk, CP=padded(chunk), KP=padded(key),
             **solve,
         )  # fmt: skip
-    elif few:
-        replay_kernels.recurrence_rows_kernel[(heads, chunks)](
-            q, k, beta, a, decayed, k_pages, g_pages, still_open, full, *where, **sizes,
-            CHANNELS=channels, VEC=vec, **solve,
-        )  # fmt: skip
-    elif channels:
+    elif channels and not few:
         channel_kernels = programs(__package__, "gpu_channel_kernels")
         channel_kernels.recurrence_solve_channels_kernel[(heads, chunks)](
-            q, k, beta, a, *moved, k_pages, g_pages, still_open, full, *where, **sizes, VEC=vec,
-            **solve,
+            q, k, beta, near, a, *moved, k_pages, g_pages, still_open, full, *where, **sizes,
+            VEC=more["VEC"], **solve,
         )  # fmt: skip
-    elif beta is not None:
-        kernels.recurrence_solve_kernel[(heads, chunks)](
-            k, beta, k_pages, g_pages, still_open, full, *where, **sizes, **solve
+    elif delta and not few:
+        solve_kernels = programs(__package__, "gpu_solve_kernels")
+        solve_kernels.recurrence_solve_kernel[(heads, chunks)](
+            k, beta, near, k_pages, g_pages, still_open, full, *where, **sizes, **solve
         )
-    sizes["CHANNELS"] = channels
     columns, warps, stages = shape.scan
     kernels.recurrence_scan_kernel[(-(-value // columns), heads, min(requests, _FOLDS))](
         k, v, *moved[1:], k_pages, u_pages, g_pages, end_pages, full, ends, *folds, *index,
-        table.shape[1], key_heads, heads, **sizes, DELTA=delta, READY=channels and not few,
-        BV=columns, num_warps=warps, num_stages=stages, **options,
+        table.shape[1], key_heads, heads, **sizes, DELTA=delta, CHANNELS=channels,
+        READY=channels and not few, BV=columns, num_warps=warps, num_stages=stages, **options,
     )  # fmt: skip
-    columns, warps, registers = shape.out
-    if registers and q.is_cuda and torch.version.hip is None:
-        options["maxnreg"] = registers
-    options |= {"num_warps": warps, "num_stages": 1}
-    if few:
+    across = -(-value // shape.out[0])
+    if few and delta:
         pair = (decayed, decayed) if channels else (q, k)
-        replay_kernels.recurrence_replay_kernel[(-(-value // columns), heads, chunks)](
-            *pair, v, a, u_pages, g_pages, end_pages, still_open, full, owner, ends, *index, o,
-            table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta, BV=columns,
-            **options,
+        steps.recurrence_rest_kernel[(across, heads, min(requests, _FOLDS))](
+            *pair, v, a, u_pages, g_pages, end_pages, still_open, full, ends, *folds, *index, o,
+            table.shape[1], key_heads, heads, **sizes, CHANNELS=channels, **out,
         )  # fmt: skip
-        return o
-    kernels.recurrence_out_kernel[(-(-value // columns), heads, tiles[0].numel())](
-        q, k, v, a, *moved[:2], k_pages, u_pages, g_pages, end_pages, still_open, full, *tiles,
-        ends, *index, o, table.shape[1], requests, key_heads, heads, **sizes, DELTA=delta,
-        BV=columns, M=shape.rows, **options,
-    )  # fmt: skip
+    elif few:
+        steps.recurrence_replay_kernel[(across, heads, chunks)](
+            q, a, u_pages, g_pages, end_pages, owner, ends, *index, o, *where[5:], **sizes, **out
+        )
+    else:
+        kernels.recurrence_out_kernel[(across, heads, tiles[0].numel())](
+            q, k, v, a, *moved[:2], k_pages, u_pages, g_pages, end_pages, still_open, full, *tiles,
+            ends, *index, o, *where[5:], **sizes, CHANNELS=channels, DELTA=delta, M=shape.rows,
+            **out,
+        )  # fmt: skip
     return o
 
 
@@ -231,7 +244,9 @@ def functional(
     return o, stores[3][pages]
 
 
-reference = partial(functional, shape=Shape(rows=BLOCK, scan=(16, 2, 1), out=(16, 1, 0), solve=2))
+reference = partial(
+    functional, shape=Shape(rows=BLOCK, scan=(16, 2, 1), out=(16, 2, 0), solve=(2, 0))
+)
 
 CONTRACTS = {
     kind: register_gpu(
