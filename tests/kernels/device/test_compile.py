@@ -195,6 +195,7 @@ def recurrences(whole, chunk=64, key=128, value=128):
         stores = [x.new_zeros(2, chunk, *x.shape[1:]).to(BF16) for x in (rows, v)]
         stores += [g.new_zeros(2, chunk, *g.shape[1:]), end]
         given = rows.to(BF16), rows.to(BF16), v.to(BF16), g, strength
+        gradient.block_gradient(v.clone(), *given, end[:0], batch.query_start, chunk)
         few = blocks.shape_of(1, 1, v, g, strength is not None, chunk)
         for shape in (None, few):
             blocks.launch(*given, *stores, *index[:3], shape=shape)
