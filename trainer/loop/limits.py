@@ -2,6 +2,7 @@
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from textwrap import shorten
 
 import torch
 
@@ -15,6 +16,8 @@ PHRASES = (
     "no available memory for",
 )  # fmt: skip
 """Of the messages with which torch, CUDA's libraries and vLLM say that there is not enough."""
+MOST_TOLD = 200
+"""Characters of them: torch lists every process of a GPU, and the remedy comes after that."""
 ROLLOUT_REMEDY = (
     "free memory of that device or, with vLLM, lower cache_gib, which changes no bit; then resume"
 )
@@ -60,7 +63,8 @@ def named_memory(what: str, remedy: str) -> Generator[None]:
             phrase in text.lower() for phrase in PHRASES
         ):
             raise
-        raise CapabilityError(f"no memory for {what} ({text.splitlines()[0]}); {remedy}") from error
+        told = shorten(text, width=MOST_TOLD, placeholder=" …")
+        raise CapabilityError(f"no memory for {what} ({told}); {remedy}") from error
 
 
 def rows_of(config: TrainConfig) -> str:
