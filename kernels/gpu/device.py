@@ -46,6 +46,7 @@ def missing() -> str | None:
     return None if importlib.util.find_spec("triton") else "triton is not installed"
 
 
+@functools.cache
 def programs(package: str | None, name: str) -> ModuleType:
     """A module of Triton programs, imported at the first launch."""
     return importlib.import_module(f".{name}", package)

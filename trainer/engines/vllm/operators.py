@@ -54,7 +54,16 @@ def _padded(x: Tensor) -> Tensor:
     return padded
 
 
+def _plain(x: Tensor) -> Tensor:
+    """The same memory and version; vLLM's classes of parameters send every question through Python.
+
+    Not ``.data``: its version would hide a publication from weights that are kept packed on a CPU.
+    """
+    return x if type(x) is Tensor else x.detach()
+
+
 def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    weight, bias = _plain(weight), None if bias is None else _plain(bias)
     y = linear(_padded(x), weight, bias)[: x.shape[0]]
     tapped("linear", y, weight)
     return y
@@ -65,6 +74,7 @@ def _linear_fake(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _lm_head(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    weight, bias = _plain(weight), None if bias is None else _plain(bias)
     return lm_head(_padded(x), weight, bias)[: x.shape[0]]
 
 
