@@ -33,9 +33,8 @@ DRAWN = (
     "Effective share of tokens", "Rejected tokens", "Largest |d| of a token",
 )  # fmt: skip
 COLUMNS = (
-    "run", "updates", "lag", "audited tokens that differ", "largest difference",
-    f"reward, first and last {SMOOTH}", "median and peak D3", "rejected tokens, last 50",
-    "pass@1, mean@k by version",
+    "run", "updates", "pass@1, mean@k by version", "tokens that differ", "by at most",
+    f"reward, first and last {SMOOTH}", "D3, median, peak", "rejected, last 50",
 )  # fmt: skip
 
 Values = tuple[float | None, ...]
@@ -63,14 +62,14 @@ class Run:
         )
         late = [record.d3 for record in records if record.lag_median == self.lag]
         return (
-            self.name, str(len(records)), f"{records[-1].lag_median:g}",
+            self.name, str(len(records)),
+            ", ".join(f"{each.pass_at_1:.2f} {each.mean_at_k:.2f} ({each.version})"
+                      for each in self.held_out) or "–",
             f"{self.unequal:,} of {self.compared:,}",
             f"{max(record.kernel.largest for record in records):.3g}",
             f"{first:.3f} → {last:.3f}",
             f"{statistics.median(late):.2g}, {max(late):.2g}" if late else "–",
             f"{statistics.fmean(record.rejected for record in records[-50:]):.1%}",
-            ", ".join(f"{each.pass_at_1:.2f} {each.mean_at_k:.2f} ({each.version})"
-                      for each in self.held_out) or "–",
         )  # fmt: skip
 
     @property
@@ -104,8 +103,9 @@ def main() -> None:
         word="DIFF 0" if compared and not unequal else "MISMATCH",
         tone="good" if compared and not unequal else "bad",
         headline=f"{unequal:,} of {compared:,} audited tokens of the aligned runs differ.",
-        facts=tuple(
-            Fact(name=run.name, value=f"{len(run.records):,} updates") for run in runs
+        facts=(
+            Fact(name="runs", value=str(len(runs))),
+            Fact(name="updates", value=f"{sum(len(run.records) for run in runs):,}"),
         ),
         sections=(
             Section(title="Side by side", columns=COLUMNS, rows=tuple(run.row() for run in runs)),
