@@ -39,12 +39,14 @@ class Shape:
 
     rows: of a tile of outputs, divides the chunk. scan: columns, warps, stages of its programs.
     out: columns, warps, registers of a thread at most (0: no bound). solve: warps, registers.
+    again: a row makes decayed keys again that earlier rows of its block left on the page.
     """
 
     rows: int
     scan: tuple[int, int, int]
     out: tuple[int, int, int]
     solve: tuple[int, int]
+    again: bool = False
 
 
 def shape_of(tokens: int, requests: int, v: Tensor, g: Tensor, delta: bool, chunk: int) -> Shape:
@@ -96,6 +98,11 @@ def width_of(chunk: int, key: int, value: int, delta: bool) -> int:
     if not delta or chunk * chunk <= 2 * key * value:
         return value
     return -(-chunk * chunk // (16 * key)) * 8
+
+
+def _has_room(chunk: int, key: int, value: int) -> bool:
+    """Whether decayed keys of a chunk fit behind T."""
+    return chunk * chunk + chunk * key <= 2 * key * value
 
 
 def widened(x: Tensor, width: int) -> Tensor:
@@ -163,14 +170,15 @@ def launch(
     decayed = torch.empty(
         tokens if channels and few else 0, heads, 2, key, dtype=v.dtype, device=q.device
     )
-    roomy = few and chunk * chunk + chunk * key <= 2 * key * value
+    roomy = few and channels and not shape.again and _has_room(chunk, key, value)
     ready = chunks if channels and not roomy else 0  # q, k since the chunk's start, k until its end
     moved = torch.empty(3, ready, heads, chunk, key, dtype=v.dtype, device=q.device)
     steps = programs(__package__, "gpu_replay_kernels")
     if few and delta:
         steps.recurrence_step_kernel[(heads, chunks)](
             q, k, v, g, beta, a, decayed, moved, near, k_pages, u_pages, g_pages, end_pages,
-            still_open, full, owner, ends, *index, o, *where[5:], **sizes, **more, **out,
+            still_open, full, owner, ends, *index, o, *where[5:], **sizes, **more, ROOM=roomy,
+            **out,
         )  # fmt: skip
     else:
         widest = max(key_heads * key, heads * value, g_pages[0, 0].numel())
@@ -237,7 +245,15 @@ def functional(
 ) -> tuple[Tensor, Tensor]:
     """``(o, ends)`` of the call's rows, from copies of the pages: to be proved."""
     stores = k_pages.clone(), u_pages.clone(), g_pages.clone(), end_pages.clone()
-    chunk = k_pages.shape[1]
+    (chunk, key_heads, key), (heads, value) = k_pages.shape[1:], v.shape[1:]
+    if g.dim() == 3 and len(q) and _has_room(chunk, key, value):
+        # Pages given need not hold what only this implementation leaves behind T.
+        steps = programs(__package__, "gpu_replay_kernels")
+        steps.recurrence_keys_kernel[(heads, length.numel())](
+            stores[0], stores[2], stores[3].view(k.dtype), query_start, length, table,
+            table.shape[1], key_heads, heads, K=key, V=value, C=chunk, KP=padded(key),
+            enable_fp_fusion=False,
+        )  # fmt: skip
     slot = slots_of(query_start, length, table, chunk)
     pages = slot[slot % chunk == chunk - 1] // chunk
     o = launch(q, k, v, g, beta, *stores, query_start, length, table, shape=shape)
@@ -245,7 +261,8 @@ def functional(
 
 
 reference = partial(
-    functional, shape=Shape(rows=BLOCK, scan=(16, 2, 1), out=(16, 2, 0), solve=(2, 0))
+    functional,
+    shape=Shape(rows=BLOCK, scan=(16, 2, 1), out=(16, 2, 0), solve=(2, 0), again=True),
 )
 
 CONTRACTS = {

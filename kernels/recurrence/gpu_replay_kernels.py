@@ -91,6 +91,20 @@ def _rows(
 
 
 @triton.jit
+def _keep(keys, decays, cache, ended, at, wide, deep, K: tl.constexpr, KP: tl.constexpr):
+    """Keys before row at, decayed until the row before it, whose sums of decays are ``ended``."""
+    d, r = tl.arange(0, KP), tl.arange(0, 16)
+    for first in range(0, at, 16):
+        rows = (first + r)[:, None]
+        fits = (rows >= 0) & (d < K)[None, :]
+        k = tl.load(keys + rows * wide + d[None, :], mask=fits, other=0.0)
+        g = tl.load(decays + rows * deep + d[None, :], mask=fits, other=0.0)
+        since = tl.where(fits, ended[None, :] - g, 0.0)
+        k = (k.to(tl.float32) * tl.exp2(since * LOG2E)).to(cache.dtype.element_ty)
+        tl.store(cache + rows * K + d[None, :], k, mask=fits)
+
+
+@triton.jit
 def _channel_rows(
     q_ptr, k_ptr, beta_ptr, a_ptr, decayed_ptr, near_ptr, keys, decays, solved, cache, row, old,
     last, wide, HV, K: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr,
@@ -116,14 +130,7 @@ def _channel_rows(
         k_r = tl.load(keys + (at + r)[:, None] * wide + d[None, :], mask=mask, other=0.0)
         g_r = tl.load(decays + (at + r)[:, None] * deep + d[None, :], mask=mask, other=0.0)
         if (i == at) | AGAIN:
-            for first in range(0, at, 16):
-                rows = (first + r)[:, None]
-                fits = (rows >= 0) & whole[None, :]
-                k_j = tl.load(keys + rows * wide + d[None, :], mask=fits, other=0.0)
-                g_j = tl.load(decays + rows * deep + d[None, :], mask=fits, other=0.0)
-                since = tl.where(fits, ended[None, :] - g_j, 0.0)
-                k_j = (k_j.to(tl.float32) * tl.exp2(since * LOG2E)).to(dtype)
-                tl.store(cache + rows * K + d[None, :], k_j, mask=fits)
+            _keep(keys, decays, cache, ended, at, wide, deep, K, KP)
             tl.debug_barrier()  # other threads read these rows from here on
         k_j = tl.load(
             cache + j[:, None] * K + d[None, :], mask=before[:, None] & whole[None, :], other=0.0
@@ -218,7 +225,8 @@ def recurrence_step_kernel(
     q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr, a_ptr, decayed_ptr, moved_ptr, near_ptr, k_pages, u_pages,
     g_pages, end_pages, open_ptr, full_ptr, owner_ptr, ends_ptr, start_ptr, length_ptr, table_ptr,
     o_ptr, widest, B, HK, HV, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr,
-    CHANNELS: tl.constexpr, KP: tl.constexpr, VEC: tl.constexpr, BV: tl.constexpr,
+    CHANNELS: tl.constexpr, KP: tl.constexpr, VEC: tl.constexpr, ROOM: tl.constexpr,
+    BV: tl.constexpr,
 ):  # fmt: skip
     """Delta rules: T as ``recurrence_solve_kernel`` leaves it; bf16 a [T, HV, C] and, CHANNELS, k
     and q [T, HV, 2, K]; o fp32 [T, HV, V] but of chunks that begin from a state of this call."""
@@ -246,7 +254,6 @@ def recurrence_step_kernel(
         if (old > 0) & (stop >= low + C):
             _reopen(kept, solved, tl.arange(0, CP), old, C)
         if CHANNELS:
-            ROOM: tl.constexpr = C * C + C * K <= 2 * K * V
             cache = kept + C * C
             if not ROOM:
                 cache = moved_ptr + (n.to(tl.int64) * HV + h) * (C * K)
@@ -268,6 +275,28 @@ def recurrence_step_kernel(
                     HK, HV, low, shift, old, last, open_now, first + tl.arange(0, BV), K, V, C,
                     CP, True, CHANNELS, KP,
                 )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["widest"])
+def recurrence_keys_kernel(
+    k_pages, g_pages, open_ptr, start_ptr, length_ptr, table_ptr, widest, HK, HV, K: tl.constexpr,
+    V: tl.constexpr, C: tl.constexpr, KP: tl.constexpr,
+):  # fmt: skip
+    """Decays per channel: what rows of a begun block of 16 find behind T, from k and G alone."""
+    h = tl.program_id(0)
+    request = tl.program_id(1).to(tl.int64)
+    stop = tl.load(length_ptr + request).to(tl.int64)
+    begin = stop - (tl.load(start_ptr + request + 1) - tl.load(start_ptr + request))
+    old = (begin % C).to(tl.int32)
+    at = old // 16 * 16
+    if (begin < stop) & (at > 0) & (at < old):
+        page = tl.load(table_ptr + request * widest + begin // C).to(tl.int64)
+        keys = k_pages + page * C * (HK * K) + h // (HV // HK) * K
+        decays = g_pages + (page * C * HV + h) * K
+        d = tl.arange(0, KP)
+        ended = tl.load(decays + (at - 1) * (HV * K) + d, mask=d < K, other=0.0)
+        cache = open_ptr + (page * HV + h) * (2 * K * V) + C * C
+        _keep(keys, decays, cache, ended, at, HK * K, HV * K, K, KP)
 
 
 @triton.jit(do_not_specialize=["widest"])
