@@ -196,7 +196,7 @@ def recurrence_blocks_grad(contract: Contract, quick: bool, seed: int, key: Key)
         chunk, count = shape[0], 4 * shape[0] - 1
         start = _int([0, 2 * chunk + 1, 2 * chunk + 1, 2 * chunk + 2, count], data.device)
         *rows, g, beta = _inputs(data, kind, count, shape)
-        given = (*(each.to(data.dtype) for each in rows if each is not None), g, beta)
+        given = (*(each.to(data.dtype) for each in rows), g, beta)
         ends = data.rows(3, *shape[2:], dtype=torch.float32, scale=0.01)
         d_o = data.rows(count, shape[2], shape[4], dtype=torch.float32, scale=0.1)
         label = f"chunks of {chunk}, {shape[3]} by {shape[4]}"

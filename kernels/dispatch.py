@@ -72,8 +72,23 @@ def admitted(contract_id: str, name: str) -> bool:
     Decides like :func:`choose`, so everything offered is proved at the first question.
     """
     if contract_id not in _ADMITTED:
-        _decide(contract_id, ())
+        chosen = _decide(contract_id, ())
+        _ADMITTED.setdefault(contract_id, frozenset({chosen.name}))  # adopted, not decided here
     return name in _ADMITTED[contract_id]
+
+
+def first_admitted(contract_id: str, *names: str) -> str:
+    """The first of ``names`` that is proved here, for phases that the reference cannot serve.
+
+    NotCertifiedError where none is: nothing else may run in its place.
+    """
+    for name in names:
+        if admitted(contract_id, name):
+            return name
+    raise NotCertifiedError(
+        f"none of {', '.join(names)} gave the bits of {contract_id} on this machine; "
+        f"`zm kernels certify {contract_id}` shows the first difference"
+    )
 
 
 def forget() -> None:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import admitted, choose
-from ..errors import ContractError, NotCertifiedError
+from ..dispatch import choose, first_admitted
+from ..errors import ContractError
 from ..gpu.device import NAMES, aligned, require
 from ..gpu.operator import gpu_operator
 from ..gpu.register import ARCHITECTURE
@@ -70,14 +70,7 @@ def contract_id(dtype: torch.dtype, op: str = "attention") -> str:
 
 def _certified(dtype: torch.dtype, *names: str) -> str:
     """The first of ``names`` that is proved here."""
-    contract = contract_id(dtype)
-    for name in names:
-        if admitted(contract, name):
-            return name
-    raise NotCertifiedError(
-        f"none of {', '.join(names)} gave the bits of {contract} on this machine; "
-        f"`zm kernels certify {contract}` shows the first difference"
-    )
+    return first_admitted(contract_id(dtype), *names)
 
 
 def paged_forward(

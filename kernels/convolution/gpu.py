@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose
+from ..dispatch import first_admitted
 from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu, serving
 from ..recurrence.pages import owners, packed_rows, slots_of
@@ -96,7 +96,7 @@ def step_op(
     slot: Tensor,
 ) -> Tensor:
     """``y [T, D]``."""
-    choose(serving(CONTRACTS, "convolution", x.dtype))  # proved, or refused, before the first step
+    first_admitted(serving(CONTRACTS, "convolution", x.dtype), "triton")
     return launch(x, weight, bias, silu, pages, query_start, length, table, slot)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose
+from ..dispatch import first_admitted
 from ..gpu.device import aligned, programs, require
 from ..gpu.register import register_gpu
 from .pages import RowBatch, owners, slots_of
@@ -140,7 +140,7 @@ def step_op(
     slot: Tensor,
 ) -> Tensor:
     """``o [T, HV, V]`` fp32."""
-    choose(CONTRACTS[kind].id)  # proved, or refused, before the first step
+    first_admitted(CONTRACTS[kind].id, "triton")
     stores = (k_pages, u_pages, g_pages, end_pages)
     return launch(q, k, v, g, beta, *stores, query_start, length, table, slot)
 

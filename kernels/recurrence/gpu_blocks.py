@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dispatch import choose
+from ..dispatch import first_admitted
 from ..errors import ContractError
 from ..gpu.device import aligned, programs
 from ..gpu.register import register_gpu
@@ -305,7 +305,7 @@ def step_op(
     index: list[Tensor],
 ) -> Tensor:
     """``o [T, HV, V]`` fp32 of bf16 q, k, v. index: :func:`blocks_of`, flat."""
-    choose(CONTRACTS[kind].id)  # proved, or refused, before the first step
+    first_admitted(CONTRACTS[kind].id, "triton")
     stores, where = (k_pages, u_pages, g_pages, end_pages), (query_start, length, table)
     chunks, tiles, folds = zip(index[::2], index[1::2], strict=True)
     return launch(q, k, v, g, beta, *stores, *where, (chunks, tiles, folds))

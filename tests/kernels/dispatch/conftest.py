@@ -17,6 +17,7 @@ Offer = Callable[..., Implementation]
 def certificate_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(dispatch, "_CHOSEN", {})
+    monkeypatch.setattr(dispatch, "_ADMITTED", {})
     threads = torch.get_num_threads()
     torch.set_num_threads(
         1

@@ -85,6 +85,28 @@ def test_the_reference_serves_when_nothing_else_may(
         assert dispatch.choose(toy.id) is chosen  # said once
 
 
+def test_what_the_reference_cannot_serve_is_refused_instead(
+    toy: Contract, offer: Offer, one_bit_off: Run
+) -> None:
+    offer("bad", one_bit_off)
+    with (
+        pytest.warns(RuntimeWarning),
+        pytest.raises(NotCertifiedError, match=r"none of bad gave .* `zm kernels certify toy"),
+    ):
+        dispatch.first_admitted(toy.id, "bad")
+    offer("good")
+    dispatch.forget()
+    with pytest.warns(RuntimeWarning, match="bad may not serve"):
+        assert dispatch.first_admitted(toy.id, "bad", "good") == "good"
+
+
+def test_a_choice_taken_over_is_admitted_and_no_other(toy: Contract, offer: Offer) -> None:
+    offer("good")
+    offer("fine")
+    dispatch.adopt(toy.id, "good")
+    assert dispatch.first_admitted(toy.id, "fine", "good") == "good"
+
+
 @pytest.mark.parametrize(
     "fault", ["raises", "wrong dtype", "two outputs", "changes its input", "unwritten"]
 )
