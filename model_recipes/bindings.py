@@ -142,7 +142,7 @@ def check_contract(
     """Raise RecipeError unless this build serves ``op_class`` here by exactly this contract."""
     offered = aligned_contract(op_class, dtype, device)
     found = registry.contracts(op=op_class, device=device_kind(device), dtype=dtype_name(dtype))
-    named = [entry.id for entry in found if entry.id.startswith(_ADOPTED)]
+    named: list[str | None] = [entry.id for entry in found if entry.id.startswith(_ADOPTED)]
     op, beginning = _NAMED.get(op_class, (op_class, ""))
     if op == "recurrence":
         named.append(_offered(op, beginning, "float32", device))
