@@ -74,6 +74,17 @@ def _rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((turned * cos + half * sin, kept), dim=-1)
 
 
+def _norm_rotary(
+    x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, positions: Tensor,
+    cos: Tensor, sin: Tensor, heads: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    def turned(part: Tensor, weight: Tensor | None) -> Tensor:
+        normed = part if weight is None else _rmsnorm(part, weight, eps)
+        return _rotary(normed, cos[positions], sin[positions])
+
+    return turned(x[:, :heads], q_weight), turned(x[:, heads:], k_weight)
+
+
 def _rotary_table(inv_freq: Tensor, positions: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
     angle = positions.to(inv_freq.dtype)[:, None] * inv_freq[None]
     both = torch.cat((angle, angle), dim=1)
@@ -172,6 +183,7 @@ FORMULAS: dict[str, Formula] = {
     "gated_gelu": Formula(run=lambda gate, up: _gelu(gate) * up, differentiable=(0, 1)),
     "softcap": Formula(run=lambda x, cap: cap * torch.tanh(x / cap), differentiable=(0,)),
     "rotary": Formula(run=_rotary, differentiable=(0,)),
+    "norm_rotary": Formula(run=_norm_rotary),
     "rotary_table": Formula(run=_rotary_table),
     "attention": Formula(run=_paged),
     "attention_packed": Formula(run=_packed, differentiable=(0, 1, 2)),

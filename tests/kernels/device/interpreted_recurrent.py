@@ -9,7 +9,7 @@ from itertools import pairwise
 import interpreted  # sets the interpreter up
 import torch
 
-from zeromismatch.kernels import bits, cases_recurrent
+from zeromismatch.kernels import bits, cases_recurrent, dispatch
 from zeromismatch.kernels.certify import cases_of
 from zeromismatch.kernels.contract import get_contract
 from zeromismatch.kernels.convolution import gpu as convolution
@@ -137,6 +137,7 @@ def block_gradients() -> None:
         d_o = data.rows(19, 1, 17, scale=0.1)
         true = gradient_reference.recurrence_grad(d_o, *wide, g, beta, u, ends, start, 16)
         mine = gpu_gradient.block_gradient(d_o, *halves, g, beta, ends, start, 16)
+        dispatch.adopt(block_units.CONTRACTS[kind].id, "triton")  # nothing is proved without a GPU
         # kda's pages are wider than its rows
         o, left = block_units.packed(kind, (*halves, g, beta), packed_rows(start, 16), 16)
         near(o, exact, 3e-3)
