@@ -46,11 +46,11 @@ run too, and later ones count as not attributable: *gates failed* names those wh
 red. Tokens are counted over all comparisons; C5's are rollout against trainer. Seconds are for that
 machine at that hour, beside whatever else it did; loading the model is not in them.
 
-`time zm gate smollm2-135m --plan aligned --rollout paged --quick` should end within 180 s, the whole
-gates within 720. On two idle AVX2 cores they take 166 s (142 of them in gates) and 271 s (254); with
-other work beside it the quick one took 206 and 227 s. With two AVX-512 threads beside nine other
-runs it took 148 s with loading, the whole gates 211 s. Whole gates under stock took 437 s (422 in
-gates) beside other work, and 455 s alone; the quick ones 172 s on the day after.
+`time zm gate smollm2-135m --plan aligned --rollout paged --quick` should end within 180 s, the
+whole gates within 720. On two idle AVX2 cores they take 166 s (142 of them in gates; 172 s the day
+after) and 271 s (254); with other work beside it the quick one took 206 and 227 s. With two AVX-512
+threads beside nine other runs it took 148 s with loading, the whole gates 211 s. Whole gates under
+stock took 437 s (422 in gates) beside other work, and 455 s alone.
 
 Aligned rows in bf16 are from AVX2. On the AVX-512 machine stock's bf16 products
 use AMX, and C10 alone fails for Llama, Qwen2, Qwen3 and Mistral: 0.51 to 0.58 of stock's tokens a
