@@ -170,14 +170,15 @@ def launch(
     decayed = torch.empty(
         tokens if channels and few else 0, heads, 2, key, dtype=v.dtype, device=q.device
     )
-    roomy = few and channels and not shape.again and _has_room(chunk, key, value)
-    ready = chunks if channels and not roomy else 0  # q, k since the chunk's start, k until its end
+    room = channels and not shape.again and _has_room(chunk, key, value)
+    # q, k since the chunk's start, k until its end; or the keys that a page has no room for
+    ready = chunks if channels and not (few and room) else 0
     moved = torch.empty(3, ready, heads, chunk, key, dtype=v.dtype, device=q.device)
     steps = programs(__package__, "gpu_replay_kernels")
     if few and delta:
         steps.recurrence_step_kernel[(heads, chunks)](
             q, k, v, g, beta, a, decayed, moved, near, k_pages, u_pages, g_pages, end_pages,
-            still_open, full, owner, ends, *index, o, *where[5:], **sizes, **more, ROOM=roomy,
+            still_open, full, owner, ends, *index, o, *where[5:], **sizes, **more, ROOM=room,
             **out,
         )  # fmt: skip
     else:
@@ -195,7 +196,7 @@ def launch(
         channel_kernels = programs(__package__, "gpu_channel_kernels")
         channel_kernels.recurrence_solve_channels_kernel[(heads, chunks)](
             q, k, beta, near, a, *moved, k_pages, g_pages, still_open, full, *where, **sizes,
-            VEC=more["VEC"], **solve,
+            VEC=more["VEC"], ROOM=room, **solve,
         )  # fmt: skip
     elif delta and not few:
         solve_kernels = programs(__package__, "gpu_solve_kernels")

@@ -27,7 +27,7 @@ def recurrence_solve_channels_kernel(
     q_ptr, k_ptr, beta_ptr, near_ptr, a_ptr, q_since, k_since, k_until, k_pages, g_pages, open_ptr,
     full_ptr, owner_ptr, ends_ptr, start_ptr, length_ptr, table_ptr, widest, B, HK, HV,
     K: tl.constexpr, V: tl.constexpr, C: tl.constexpr, CP: tl.constexpr, KP: tl.constexpr,
-    VEC: tl.constexpr,
+    VEC: tl.constexpr, ROOM: tl.constexpr,
 ):  # fmt: skip
     """New rows of T as ``recurrence_solve_kernel`` leaves them, of a bf16 [T, HV, C], and, bf16
     [n, HV, C, K], of q and k decayed since the chunk's start and of k until its end."""
@@ -85,7 +85,7 @@ def recurrence_solve_channels_kernel(
             g_j = tl.load(decays + j[:, None] * deep + d[None, :], mask=before, other=0.0)
             since = tl.where(before, ended[None, :] - g_j, 0.0)
             k_j = (k_j.to(tl.float32) * tl.exp2(since * LOG2E)).to(dtype)
-            if C * C + C * K <= 2 * K * V:  # for rows of this block to come, behind T
+            if ROOM:  # for rows of this block to come, behind T
                 to = kept + C * C + j[:, None] * K + d[None, :]
                 tl.store(to, k_j, mask=before & (last < at + 16) & (stop < low + C))
             until = tl.exp2(tl.where(there, g - ended[None, :], 0.0) * LOG2E)
